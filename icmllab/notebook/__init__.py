@@ -1,0 +1,1 @@
+"""What a chapter needs: claims, presets, progress, sweeps, explorables, figures, source."""

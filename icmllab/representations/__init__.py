@@ -1,0 +1,1 @@
+"""Comparing and aligning what networks learn: one module per paper."""

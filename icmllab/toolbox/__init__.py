@@ -1,0 +1,1 @@
+"""Building blocks that several papers share and that belong to none."""
