@@ -1,0 +1,1 @@
+"""Triton kernels, one file each: the mathematics, the kernel, the op, the plain reference."""

@@ -43,4 +43,4 @@ def test_contracts_catch_a_paper_that_imports_a_paper_and_a_toolbox_that_imports
     )
     result = lint(tree)
     assert result.returncode != 0
-    assert "3 broken" in result.stdout or "4 broken" in result.stdout, result.stdout
+    assert result.stdout.count("BROKEN") >= 3, result.stdout

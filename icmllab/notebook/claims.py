@@ -6,12 +6,15 @@ tests blank, and in the output's metadata, from which the book's scorecard is ma
 """
 
 import html
+import linecache
 import math
-import os
 import re
 import sys
-from dataclasses import asdict, dataclass
+import textwrap
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
+
+from icmllab.notebook.presets import preset_name, seed
 
 SCHEMA = 1
 """Version of the payload in ``output.metadata["icmllab"]``."""
@@ -54,14 +57,20 @@ class Claim:
         """The verdict as symbol and words."""
         symbol, word = WORDS[self.verdict]
         if self.expected_to_fail and self.verdict == "fails":
-            return f"{symbol} {word} (declared: {self.expected_to_fail})"
+            return f"{symbol} {word}, as expected"
         if self.expected_to_fail:
-            return f"{symbol} {word}, though declared to fail"
+            return f"{symbol} {word}, though expected to fail"
         return f"{symbol} {word}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What the table adds below the claim."""
+        expected = self.expected_to_fail and f"Expected to fail: {self.expected_to_fail}"
+        return [note for note in (self.why, expected) if note]
 
 
 class Claims:
-    """The claims of one chapter, in the order in which they were checked.
+    """The claims of one chapter, in the order in which they were first checked.
 
     Args:
         chapter: the chapter's name, ``part/slug``.
@@ -70,22 +79,28 @@ class Claims:
         ValueError: the name does not have that form.
 
     Make one in a chapter's first code cell, call :meth:`check` and :meth:`report` where the
-    numbers arise, and end the chapter with the object itself: it shows as a table. Running a
-    cell again replaces that cell's claims; the same text from two places is an error.
+    numbers arise, and end the chapter with the object itself: it shows as a table.
+
+    In a live notebook, a cell that runs again replaces the claims of its earlier run, in their
+    old places; running the cell with ``Claims(...)`` starts the table afresh. The same text from
+    two places, or twice in one run of a cell, is an error.
     """
 
     def __init__(self, chapter: str):
         if not isinstance(chapter, str) or not re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+", chapter):
             raise ValueError(f"chapter must be 'part/slug' in lower case: got {chapter!r}")
         self.chapter = chapter
-        self._entries: dict[str, Claim] = {}
-        self._places: dict[str, _Place] = {}
+        self._entries: dict[str, tuple[Claim, _Place]] = {}
+        self._latest: dict[str, str] = {}  # cell -> its latest run that made a claim
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(1 for _ in self)
 
     def __iter__(self):
-        return iter(self._entries.values())
+        for claim, place in self._entries.values():
+            # what a cell asserted in an earlier run only no longer stands
+            if self._latest[place.cell] == place.run:
+                yield claim
 
     def check(
         self,
@@ -139,7 +154,7 @@ class Claims:
         ((kind, limit),) = given.items()
         if kind == "holds":
             value = None if measured is None else _number("measured", measured)
-            truth = _truth(limit)
+            truth = _truth(limit) and not (value is not None and math.isnan(value))
             bounds, criterion = None, "is true"
         else:
             if measured is None:
@@ -153,11 +168,13 @@ class Claims:
             verdict="holds" if truth else "fails",
             measured=_plain(value),
             bounds=bounds,
-            paper=paper,
+            paper=_phrase("paper", paper),
             why=None,
-            expected_to_fail=expected_to_fail,
+            expected_to_fail=None
+            if expected_to_fail is None
+            else _phrase("expected_to_fail", expected_to_fail, needed=True),
         )
-        return self._add(claim)
+        return self._add(claim, _place(sys._getframe(1)))
 
     def report(self, text: str, *, measured: object, why: str, paper: str = "") -> Claim:
         """Show a value without a criterion, and say why there is none.
@@ -171,22 +188,34 @@ class Claims:
         Raises:
             ValueError: ``why`` is empty, or the text is used elsewhere.
         """
-        if not why:
-            raise ValueError("why must say why the value carries no criterion: got an empty text")
-        value = measured if isinstance(measured, str) else _plain(_number("measured", measured))
-        claim = Claim(_sentence(text), "", "reported", value, None, paper, why, None)
-        return self._add(claim)
+        claim = Claim(
+            text=_sentence(text),
+            criterion="",
+            verdict="reported",
+            measured=measured
+            if isinstance(measured, str)
+            else _plain(_number("measured", measured)),
+            bounds=None,
+            paper=_phrase("paper", paper),
+            why=_phrase("why", why, needed=True),
+            expected_to_fail=None,
+        )
+        return self._add(claim, _place(sys._getframe(1)))
 
-    def _add(self, claim: Claim) -> Claim:
-        place = _place(sys._getframe(2))
-        text = claim.text
-        if text in self._entries and not place.may_replace(self._places[text]):
-            raise ValueError(
-                f"text is used twice in {self.chapter}: {text!r}. Each claim needs its own "
-                "sentence; to start afresh, run the cell that makes Claims(...) again"
-            )
-        self._entries[text] = claim
-        self._places[text] = place
+    def _add(self, claim: Claim, place: "_Place") -> Claim:
+        known = self._entries.get(claim.text)
+        if known is not None:
+            before = known[1]
+            rerun = place.cell == before.cell and place.run != before.run
+            outdated = self._latest[before.cell] != before.run
+            if not rerun and not outdated:
+                raise ValueError(
+                    f"text is used twice in {self.chapter}: {claim.text!r}. Each claim needs its "
+                    "own sentence. After editing or moving cells, run the cell with Claims(...) "
+                    "and the ones below it again: that starts the table afresh"
+                )
+        self._entries[claim.text] = (claim, place)
+        self._latest[place.cell] = place.run
         return claim
 
     def payload(self) -> dict:
@@ -194,8 +223,8 @@ class Claims:
         return {
             "schema": SCHEMA,
             "chapter": self.chapter,
-            "seed": int(os.environ.get("ICMLLAB_SEED", "0")),
-            "preset": os.environ.get("ICMLLAB_PRESET", "quick"),
+            "seed": seed(),
+            "preset": preset_name(),
             "claims": [
                 {**asdict(c), "bounds": None if c.bounds is None else list(c.bounds)} for c in self
             ],
@@ -230,56 +259,84 @@ def claims_from_notebook(nb) -> dict | None:
     return found
 
 
+# Widest a column gets before its text wraps; fixed, so that the text is the same everywhere.
+_WIDTHS = {"verdict": 16, "claim": 46, "criterion": 18, "measured": 12, "the paper reports": 30}
+
+
 def format_claims(payload: dict, *, measured: bool = True) -> str:
-    """A claims payload as a text table for terminals."""
-    claims = [Claim(**c) for c in payload["claims"]]
+    """A claims payload as a text table for terminals.
+
+    Args:
+        payload: as :func:`claims_from_notebook` gives it.
+        measured: whether to show the numbers of the run.
+    """
+    known = {f.name for f in fields(Claim)}
+    blank = dict.fromkeys(known)
+    claims = [Claim(**{**blank, **{k: c[k] for k in c if k in known}}) for c in payload["claims"]]
+    head = [name for name in _WIDTHS if measured or name != "measured"]
     rows = []
     for c in claims:
-        row = [WORDS[c.verdict][0], c.text, c.criterion or "–"]
-        if measured:
-            row.append(_show(c.measured))
-        rows.append([*row, c.paper or "–"])
-    head = ["", "claim", "criterion", *(["measured"] if measured else []), "the paper reports"]
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head) - 1)]
-    lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
-        for row in [head, *rows]
-    ]
-    notes = [
-        f"{WORDS[c.verdict][0]} {c.text}: {note}"
-        for c in claims
-        for note in (c.why, c.words.partition(" ")[2] if c.expected_to_fail else None)
-        if note
-    ]
-    count = {v: sum(c.verdict == v for c in claims) for v in WORDS}
-    total = ", ".join(f"{count[v]} {s} {w}" for v, (s, w) in WORDS.items())
-    return "\n".join([f"{payload['chapter']}: {total}", *(x.rstrip() for x in lines), *notes])
+        cells = {
+            "verdict": c.words,
+            "claim": " ".join([c.text, *(f"({note})" for note in c.notes)]),
+            "criterion": c.criterion or "–",
+            "measured": _show(c.measured),
+            "the paper reports": c.paper or "–",
+        }
+        rows.append([textwrap.wrap(cells[name], _WIDTHS[name]) for name in head])
+    table = [[[name] for name in head], *rows]
+    widths = [max(len(line) for row in table for line in row[i]) for i in range(len(head))]
+    lines = []
+    for row in [table[0], [["─" * w] for w in widths], *rows]:
+        for i in range(max(map(len, row))):
+            parts = [cell[i] if i < len(cell) else "" for cell in row]
+            line = "  ".join(p.ljust(w) for p, w in zip(parts, widths, strict=True))
+            lines.append(line.rstrip())
+    return "\n".join([f"{payload['chapter']}: {_count(claims)}", *lines])
+
+
+def _count(claims: list[Claim]) -> str:
+    """How many claims have each verdict, in words."""
+    number = {v: sum(c.verdict == v for c in claims) for v in WORDS}
+    return ", ".join(f"{number[v]} {symbol} {word}" for v, (symbol, word) in WORDS.items())
 
 
 def _sentence(text: str) -> str:
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"text must be a sentence: got {text!r}")
-    return text.strip()
+    return _phrase("text", text, needed=True)
+
+
+def _phrase(name: str, text: str, *, needed: bool = False) -> str:
+    """A text on one line."""
+    if not isinstance(text, str) or (needed and not text.strip()):
+        raise ValueError(f"{name} must be a text: got {text!r}")
+    return " ".join(text.split())
+
+
+def _scalar(name: str, value: object) -> object:
+    """The plain value of a 0-d array or tensor, and any other value as it is."""
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return value
+    if tuple(shape) != ():
+        raise ValueError(f"{name} must be one value: got an array of shape {tuple(shape)}")
+    return value.item()
 
 
 def _number(name: str, value: object) -> float:
-    shape = getattr(value, "shape", ())
-    if tuple(shape) != ():
-        raise ValueError(f"{name} must be one number: got an array of shape {tuple(shape)}")
-    if isinstance(value, str | bytes) or value is None:
+    value = _scalar(name, value)
+    if isinstance(value, str | bytes):
         raise ValueError(f"{name} must be a number: got {value!r}")
     try:
         return float(value)
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number: got {type(value).__name__}") from None
 
 
 def _truth(value: object) -> bool:
-    if tuple(getattr(value, "shape", ())) != ():
-        raise ValueError("holds must be one truth value: got an array; use all() or any()")
-    if isinstance(value, float | int) and not isinstance(value, bool):
-        raise ValueError(f"holds must be a truth value: got the number {value!r}")
-    return bool(value)
+    value = _scalar("holds", value)
+    if not isinstance(value, bool):
+        raise ValueError(f"holds must be True or False: got {value!r}")
+    return value
 
 
 def _pair(name: str, value: object) -> tuple[float, float]:
@@ -292,21 +349,30 @@ def _pair(name: str, value: object) -> tuple[float, float]:
 
 def _criterion(kind: str, limit) -> tuple[tuple[float | None, float | None], str]:
     """The interval of values that hold, and the criterion in words."""
-    if kind in ("between", "close_to"):
-        first, second = _pair(kind, limit)
-        if math.isnan(first) or math.isnan(second):
-            raise ValueError(f"{kind} must not hold NaN: got {limit!r}")
-        if kind == "between":
-            if first > second:
-                raise ValueError(f"between must be (low, high) with low <= high: got {limit!r}")
-            return (first, second), f"in [{first:g}, {second:g}]"
-        if second < 0:
-            raise ValueError(f"close_to must be (target, tolerance >= 0): got {limit!r}")
-        return (first - second, first + second), f"= {first:g} ± {second:g}"
+    if kind == "between":
+        low, high = _pair(kind, limit)
+        if not low <= high:
+            raise ValueError(f"between must be (low, high) with low <= high: got {limit!r}")
+        return (low, high), f"in [{_digits(low)}, {_digits(high)}]"
+    if kind == "close_to":
+        target, tolerance = _pair(kind, limit)
+        if not (math.isfinite(target) and math.isfinite(tolerance) and tolerance >= 0):
+            raise ValueError(
+                f"close_to must be (target, tolerance), both finite, tolerance >= 0: got {limit!r}"
+            )
+        bounds = (target - tolerance, target + tolerance)
+        return bounds, f"= {_digits(target)} ± {_digits(tolerance)}"
     edge = _number(kind, limit)
     if math.isnan(edge):
-        raise ValueError(f"{kind} must not be NaN")
-    return ((edge, None), f"> {edge:g}") if kind == "above" else ((None, edge), f"< {edge:g}")
+        raise ValueError(f"{kind} must be a number: got NaN")
+    if kind == "above":
+        return (edge, None), f"> {_digits(edge)}"
+    return (None, edge), f"< {_digits(edge)}"
+
+
+def _digits(value: float) -> str:
+    """A criterion's number: short, and the same for 0.3 and for 0.1 + 0.2."""
+    return f"{value:.10g}"
 
 
 def _within(kind: str, value: float, bounds: tuple[float | None, float | None]) -> bool:
@@ -331,68 +397,72 @@ def _show(value: float | str | None) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Which cell made a claim, and in which of its executions."""
+    """Which cell made a claim, and in which of its runs."""
 
     cell: str
-    execution: int | None
-
-    def may_replace(self, other: "_Place") -> bool:
-        """Whether a claim from here takes the place of one from ``other``: the cell ran again."""
-        return (
-            self.execution is not None
-            and self.cell == other.cell
-            and self.execution != other.execution
-        )
+    run: str
 
 
 def _place(frame) -> _Place:
-    """The notebook cell that runs now; in a plain script, the line.
+    """The notebook cell that runs now; outside IPython, the calling line, which runs once.
 
-    A front end that sends cell ids lets a cell be edited and run again; without ids a cell is
-    known by its file name, which IPython derives from the cell's text.
+    JupyterLab sends a cell's id, so that an edited cell is still the same one. Other front ends
+    do not: there a cell is known by its text, which IPython keeps under the name of a file.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
-        return _Place(f"{frame.f_code.co_filename}:{frame.f_lineno}", None)
+        return _Place(f"{frame.f_code.co_filename}:{frame.f_lineno}", "once")
     kernel = getattr(shell, "kernel", None)
-    header = kernel.get_parent("shell") if kernel is not None else {}
-    cell = (header.get("metadata") or {}).get("cellId") or frame.f_code.co_filename
-    return _Place(cell, shell.execution_count)
+    message = (kernel.get_parent("shell") if kernel is not None else None) or {}
+    run = message.get("header", {}).get("msg_id") or str(shell.execution_count)
+    cell = message.get("metadata", {}).get("cellId")
+    if cell is None:
+        # the outermost frame in the user's namespace is the cell, whatever helper it called
+        while frame is not None:
+            if frame.f_globals is shell.user_ns and frame.f_code.co_name == "<module>":
+                name = frame.f_code.co_filename
+                cell = "".join(linecache.getlines(name)) or name
+            frame = frame.f_back
+    return _Place(str(cell), run)
 
 
 _STYLE = """<style>
-.icmllab-claims{border-collapse:collapse;font-size:.9em;margin:.5em 0;
---ok:#0b6623;--no:#a11212;--so:#5a5a5a;--rule:#8888}
-.icmllab-claims caption{text-align:left;font-weight:600;padding:.3em 0}
-.icmllab-claims th,.icmllab-claims td{text-align:left!important;vertical-align:top;
-padding:.35em .6em;border-bottom:1px solid var(--rule);white-space:normal}
-.icmllab-claims .holds{color:var(--ok);font-weight:600}
-.icmllab-claims .fails{color:var(--no);font-weight:600}
-.icmllab-claims .reported{color:var(--so);font-weight:600}
+.icmllab-claims{border-collapse:collapse;font-size:.9em;margin:.5em 0!important;
+--bg:#fff;--fg:#1f2328;--ok:#0b6623;--no:#a11212;--so:#555;--rule:#8a8a8a66}
+.icmllab-claims,.icmllab-claims tr,.icmllab-claims th,.icmllab-claims td,.icmllab-claims caption{
+background:var(--bg)!important;color:var(--fg)!important}
+.icmllab-claims caption{caption-side:top;text-align:left;font-weight:600;padding:.35em .6em}
+.icmllab-claims th,.icmllab-claims td{text-align:left!important;vertical-align:top!important;
+padding:.35em .6em;border:0;border-bottom:1px solid var(--rule)!important;
+white-space:normal!important;max-width:26em}
+.icmllab-claims td.v{font-weight:600}.icmllab-claims tbody th{font-weight:400}
+.icmllab-claims td.holds{color:var(--ok)!important}
+.icmllab-claims td.fails{color:var(--no)!important}
+.icmllab-claims td.reported{color:var(--so)!important}
 @media (prefers-color-scheme:dark){html:not([data-theme]) body:not([data-jp-theme-light])
-.icmllab-claims{--ok:#7ddc97;--no:#ff9a9a;--so:#c8c8c8}}
+.icmllab-claims{--bg:#16181c;--fg:#e6e6e6;--ok:#7ddc97;--no:#ff9a9a;--so:#c0c0c0}}
 html[data-theme=dark] .icmllab-claims,body[data-jp-theme-light=false] .icmllab-claims{
---ok:#7ddc97;--no:#ff9a9a;--so:#c8c8c8}
+--bg:#16181c;--fg:#e6e6e6;--ok:#7ddc97;--no:#ff9a9a;--so:#c0c0c0}
 </style>"""
 
 
 def _html(claims: Claims) -> str:
-    """The table as HTML: symbol and word carry the verdict, colour only repeats it."""
+    """The table as HTML: symbol and words carry the verdict, colour only repeats it."""
     rows = []
     for c in claims:
-        note = f"<br><small>{html.escape(c.why)}</small>" if c.why else ""
+        notes = "".join(f"<br><small>{html.escape(note)}</small>" for note in c.notes)
         measured = f'<span class="icmllab-measured">{html.escape(_show(c.measured))}</span>'
         cells = [html.escape(c.criterion) or "–", measured, html.escape(c.paper) or "–"]
         rows.append(
-            f'<tr><td class="{c.verdict}">{html.escape(c.words)}</td>'
-            f'<th scope="row" style="font-weight:normal">{html.escape(c.text)}{note}</th>'
+            f'<tr><td class="v {c.verdict}">{html.escape(c.words)}</td>'
+            f'<th scope="row">{html.escape(c.text)}{notes}</th>'
             + "".join(f"<td>{cell}</td>" for cell in cells)
             + "</tr>"
         )
     head = ["Verdict", "Claim", "Criterion", "Measured here", "The paper reports"]
     return (
-        f'{_STYLE}<table class="icmllab-claims"><caption>Claims of {claims.chapter}</caption>'
-        + "<thead><tr>"
+        f'{_STYLE}<table class="icmllab-claims"><caption>Claims of {claims.chapter}: '
+        f"{_count(list(claims))}</caption><thead><tr>"
         + "".join(f'<th scope="col">{h}</th>' for h in head)
         + "</tr></thead><tbody>"
         + "".join(rows)

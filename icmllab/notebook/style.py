@@ -10,7 +10,13 @@ PALETTE = {
     "black": "#222222",
     "grey": "#767676",
 }
-"""Named colours, after Okabe and Ito, told apart by readers with any colour vision."""
+"""Named colours, after Okabe and Ito, told apart by readers with any colour vision.
+
+Their reddish purple is darker here, so that each of the first four reads as a thin line.
+"""
+
+GROUND = "#fbfbf9"
+"""What figures are drawn on; light on every page, so that dark text stays readable."""
 
 
 def use_style() -> None:
@@ -21,18 +27,17 @@ def use_style() -> None:
     import matplotlib as mpl
     from cycler import cycler
 
-    backend = mpl.rcParams["backend"]
-    mpl.rcdefaults()
-    mpl.rcParams["backend"] = backend
+    mpl.rcdefaults()  # leaves the backend alone
     mpl.rcParams.update(
         {
-            "figure.figsize": (7.0, 3.6),
-            "figure.dpi": 100,
-            "savefig.dpi": 100,
+            # 704 pixels wide: one column of the book
+            "figure.figsize": (6.4, 3.5),
+            "figure.dpi": 110,
+            "savefig.dpi": 110,
             "figure.constrained_layout.use": True,
-            "figure.facecolor": "#fbfbf9",
-            "axes.facecolor": "#fbfbf9",
-            "savefig.facecolor": "#fbfbf9",
+            "figure.facecolor": GROUND,
+            "axes.facecolor": GROUND,
+            "savefig.facecolor": GROUND,
             "axes.prop_cycle": cycler(color=list(PALETTE.values())),
             "axes.spines.top": False,
             "axes.spines.right": False,
