@@ -1,6 +1,7 @@
 # icmllab: every command of the project. `make` alone lists them.
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
+BOOK := $(PY) -c "import sys; from jupyter_book.cli.main import main; sys.argv[0] = 'jupyter-book'; main()"
 HOST ?= 127.0.0.1
 PORT ?= 8000
 SEEDS ?= 20
@@ -50,7 +51,7 @@ run: setup ## execute a chapter and print its claims (CHAPTER=part/slug [PRESET=
 
 book: setup ## build the book as HTML in _build/html, warnings being errors
 	@echo "icmllab: building the book"
-	@$(PY) -m jupyter_book.cli.main build . -q -n -W --keep-going > _build.log 2>&1 \
+	@$(BOOK) build . -q -n -W --keep-going > _build.log 2>&1 \
 		|| { grep -E 'WARNING|ERROR|Error' _build.log || cat _build.log; echo "icmllab: the book was not built"; exit 1; }
 	@rm -f _build.log; echo "icmllab: the book is in _build/html"
 
