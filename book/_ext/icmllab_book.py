@@ -18,15 +18,9 @@ from sphinx.config import Config
 from sphinx.util.docutils import SphinxDirective
 
 from icmllab.notebook.chapters import chapter_names
-from icmllab.notebook.claims import claims_from_notebook
+from icmllab.notebook.claims import WORDS, claims_from_notebook
 
 BOOK = Path(__file__).resolve().parents[1]
-
-VERDICTS = {
-    "holds": ("✓", "holds"),
-    "fails": ("✗", "does not hold"),
-    "reported": ("○", "reported"),
-}
 
 
 def read_papers() -> list[dict]:
@@ -142,11 +136,11 @@ class Scorecard(SphinxDirective):
         for name, title, record, claims in cards:
             count = Counter(c["verdict"] for c in claims)
             total += count
-            numbers = [str(count[v]) for v in VERDICTS]
+            numbers = [str(count[v]) for v in WORDS]
             link = [document_link(f"book/{name}", title)]
             rows.append([link, *numbers, f"{record['seconds']:.0f} s", f"{record['peak_mb']} MB"])
-        rows.append(["All chapters", *[str(total[v]) for v in VERDICTS], "", ""])
-        header = ["Chapter", *[f"{s} {w}" for s, w in VERDICTS.values()], "Run time", "Memory"]
+        rows.append(["All chapters", *[str(total[v]) for v in WORDS], "", ""])
+        header = ["Chapter", *[f"{s} {w}" for s, w in WORDS.values()], "Run time", "Memory"]
         return table(header, rows, [40, 12, 12, 12, 12, 12], ["icmllab-totals"])
 
     def card(self, name: str, title: str, record: dict, claims: list[dict]) -> nodes.section:
@@ -162,7 +156,7 @@ class Scorecard(SphinxDirective):
         )
         rows = []
         for claim in claims:
-            symbol, word = VERDICTS[claim["verdict"]]
+            symbol, word = WORDS[claim["verdict"]]
             measured = claim["measured"]
             shown = f"{measured:.4g}" if isinstance(measured, float) else str(measured)
             notes = [t for t in (claim.get("why"), claim.get("expected_to_fail")) if t]
@@ -186,10 +180,21 @@ def exclude_text_halves(app: Sphinx, config: Config) -> None:
     config.exclude_patterns += [f"book/{name}.md" for name in chapter_names()]
 
 
+def leave_out_thebe(app: Sphinx, page: str, template: str, context: dict, doctree) -> None:
+    """Drop the theme's hook for remote kernels: it names a server outside and is not used."""
+
+    def wanted(script) -> bool:
+        text = f"{getattr(script, 'filename', script)} {getattr(script, 'attributes', '')}"
+        return "thebe" not in text.lower()
+
+    context["script_files"] = [s for s in context.get("script_files", ()) if wanted(s)]
+
+
 def setup(app: Sphinx) -> dict:
     """Register the directives."""
     app.add_directive("icmllab-papers", Papers)
     app.add_directive("icmllab-scorecard", Scorecard)
     app.connect("config-inited", exclude_text_halves)
+    app.connect("html-page-context", leave_out_thebe, priority=900)
     app.add_js_file("icmllab.js", loading_method="defer")
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -17,6 +17,11 @@ document.addEventListener("DOMContentLoaded", () => {
     input.addEventListener("input", apply);
     apply();
   }
+  // the theme's fold-out arrows have no name of their own
+  for (const arrow of document.querySelectorAll("nav details > summary")) {
+    const link = arrow.closest("li")?.querySelector("a");
+    arrow.setAttribute("aria-label", `Pages of ${link ? link.textContent.trim() : "this part"}`);
+  }
   for (const box of document.querySelectorAll("div.highlight pre, .pst-scrollable-table-container, .cell_output .output")) {
     if (box.scrollWidth > box.clientWidth + 1) {
       box.tabIndex = 0;

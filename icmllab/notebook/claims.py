@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from icmllab.notebook.presets import preset_name, seed
+from icmllab.notebook.style import unboxed
 
 SCHEMA = 1
 """Version of the payload in ``output.metadata["icmllab"]``."""
@@ -28,7 +29,7 @@ WORDS: dict[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Claim:
     """One line of a chapter's table.
 
@@ -51,6 +52,11 @@ class Claim:
     paper: str
     why: str | None
     expected_to_fail: str | None
+
+    def __repr__(self) -> str:
+        # a cell that ends with a check shows this: no measured number, the same everywhere
+        criterion = f" ({self.criterion})" if self.criterion else ""
+        return f"{self.words}: {self.text}{criterion}"
 
     @property
     def words(self) -> str:
@@ -90,7 +96,7 @@ class Claims:
         if not isinstance(chapter, str) or not re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+", chapter):
             raise ValueError(f"chapter must be 'part/slug' in lower case: got {chapter!r}")
         self.chapter = chapter
-        self._entries: dict[str, tuple[Claim, _Place]] = {}
+        self._entries: dict[str, tuple[Claim, Place]] = {}
         self._latest: dict[str, str] = {}  # cell -> its latest run that made a claim
 
     def __len__(self) -> int:
@@ -174,7 +180,7 @@ class Claims:
             if expected_to_fail is None
             else _phrase("expected_to_fail", expected_to_fail, needed=True),
         )
-        return self._add(claim, _place(sys._getframe(1)))
+        return self._add(claim, calling_cell(sys._getframe(1)))
 
     def report(self, text: str, *, measured: object, why: str, paper: str = "") -> Claim:
         """Show a value without a criterion, and say why there is none.
@@ -188,21 +194,20 @@ class Claims:
         Raises:
             ValueError: ``why`` is empty, or the text is used elsewhere.
         """
+        value = measured if isinstance(measured, str) else _plain(_number("measured", measured))
         claim = Claim(
             text=_sentence(text),
             criterion="",
             verdict="reported",
-            measured=measured
-            if isinstance(measured, str)
-            else _plain(_number("measured", measured)),
+            measured=value,
             bounds=None,
             paper=_phrase("paper", paper),
             why=_phrase("why", why, needed=True),
             expected_to_fail=None,
         )
-        return self._add(claim, _place(sys._getframe(1)))
+        return self._add(claim, calling_cell(sys._getframe(1)))
 
-    def _add(self, claim: Claim, place: "_Place") -> Claim:
+    def _add(self, claim: Claim, place: "Place") -> Claim:
         known = self._entries.get(claim.text)
         if known is not None:
             before = known[1]
@@ -344,30 +349,34 @@ def _pair(name: str, value: object) -> tuple[float, float]:
         first, second = value
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a pair of numbers: got {value!r}") from None
-    return _number(name, first), _number(name, second)
+    return _limit(name, first), _limit(name, second)
 
 
 def _criterion(kind: str, limit) -> tuple[tuple[float | None, float | None], str]:
     """The interval of values that hold, and the criterion in words."""
     if kind == "between":
         low, high = _pair(kind, limit)
-        if not low <= high:
+        if low > high:
             raise ValueError(f"between must be (low, high) with low <= high: got {limit!r}")
         return (low, high), f"in [{_digits(low)}, {_digits(high)}]"
     if kind == "close_to":
         target, tolerance = _pair(kind, limit)
-        if not (math.isfinite(target) and math.isfinite(tolerance) and tolerance >= 0):
-            raise ValueError(
-                f"close_to must be (target, tolerance), both finite, tolerance >= 0: got {limit!r}"
-            )
+        if tolerance < 0:
+            raise ValueError(f"close_to must be (target, tolerance >= 0): got {limit!r}")
         bounds = (target - tolerance, target + tolerance)
         return bounds, f"= {_digits(target)} ± {_digits(tolerance)}"
-    edge = _number(kind, limit)
-    if math.isnan(edge):
-        raise ValueError(f"{kind} must be a number: got NaN")
+    edge = _limit(kind, limit)
     if kind == "above":
         return (edge, None), f"> {_digits(edge)}"
     return (None, edge), f"< {_digits(edge)}"
+
+
+def _limit(name: str, value: object) -> float:
+    """A finite number: nothing can be said to lie beyond infinity or beyond NaN."""
+    number = _number(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite: got {value!r}")
+    return number
 
 
 def _digits(value: float) -> str:
@@ -396,14 +405,14 @@ def _show(value: float | str | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Which cell made a claim, and in which of its runs."""
 
     cell: str
     run: str
 
 
-def _place(frame) -> _Place:
+def calling_cell(frame) -> Place:
     """The notebook cell that runs now; outside IPython, the calling line, which runs once.
 
     JupyterLab sends a cell's id, so that an edited cell is still the same one. Other front ends
@@ -411,7 +420,7 @@ def _place(frame) -> _Place:
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
-        return _Place(f"{frame.f_code.co_filename}:{frame.f_lineno}", "once")
+        return Place(f"{frame.f_code.co_filename}:{frame.f_lineno}", "once")
     kernel = getattr(shell, "kernel", None)
     message = (kernel.get_parent("shell") if kernel is not None else None) or {}
     run = message.get("header", {}).get("msg_id") or str(shell.execution_count)
@@ -423,10 +432,12 @@ def _place(frame) -> _Place:
                 name = frame.f_code.co_filename
                 cell = "".join(linecache.getlines(name)) or name
             frame = frame.f_back
-    return _Place(str(cell), run)
+    return Place(str(cell), run)
 
 
-_STYLE = """<style>
+_STYLE = (
+    f"<style>{unboxed('icmllab-claims')}"
+    + """
 .icmllab-claims{border-collapse:collapse;font-size:.9em;margin:.5em 0!important;
 --bg:#fff;--fg:#1f2328;--ok:#0b6623;--no:#a11212;--so:#555;--rule:#8a8a8a66}
 .icmllab-claims,.icmllab-claims tr,.icmllab-claims th,.icmllab-claims td,.icmllab-claims caption{
@@ -444,6 +455,7 @@ white-space:normal!important;max-width:26em}
 html[data-theme=dark] .icmllab-claims,body[data-jp-theme-light=false] .icmllab-claims{
 --bg:#16181c;--fg:#e6e6e6;--ok:#7ddc97;--no:#ff9a9a;--so:#c0c0c0}
 </style>"""
+)
 
 
 def _html(claims: Claims) -> str:

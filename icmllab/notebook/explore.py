@@ -5,23 +5,46 @@ import html
 import io
 import json
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
+from icmllab.notebook.claims import Place, calling_cell
 from icmllab.notebook.presets import is_static
+from icmllab.notebook.style import unboxed
 
 BUDGET = 250_000
 """Bytes that the explorables of one chapter may take on the page, in all."""
 
-SHARE = 150_000
-"""Bytes that one explorable may take, so that a chapter has room for a second."""
+SHARE = 200_000
+"""Bytes that one explorable may take, so that a chapter has room for a small second one."""
 
 MAX_FRAMES = 16
-MIN_FRAMES = 5
-DPIS = (110, 95, 80, 70, 60)
-"""Resolutions tried, in this order, until enough frames fit."""
+
+
+class Level(NamedTuple):
+    """How sharp a frame is: dots per inch, colours of its palette, quality as WebP.
+
+    ``fewest`` frames must fit, or the next level is tried.
+    """
+
+    dpi: int
+    colours: int
+    quality: int
+    fewest: int
+
+
+LEVELS = (
+    Level(110, 64, 80, 12),
+    Level(110, 32, 60, 9),
+    Level(95, 32, 55, 7),
+    Level(80, 24, 50, 6),
+    Level(65, 16, 45, 6),
+    Level(50, 16, 40, 6),
+)
+"""Tried in this order until the first at which enough frames fit."""
 
 SLOW = 0.1
 """Seconds a redraw may take for the figure to follow a slider while it is dragged."""
@@ -29,16 +52,24 @@ SLOW = 0.1
 # Frames stand in the script, so that where scripts do not run only the initial one shows.
 _SCRIPT = """(() => {
 const box = document.getElementById(ID), slider = box.querySelector("input"),
-  said = box.querySelector("output"), image = box.querySelector("img"), frames = FRAMES;
+  said = box.querySelector("output"), image = box.querySelector("img"),
+  initial = image.src, frames = FRAMES;
 const show = () => {
   const [text, alt, source] = frames[+slider.value];
-  image.src = source; image.alt = alt; said.textContent = text;
+  image.src = source || initial; image.alt = alt; said.textContent = text;
   slider.setAttribute("aria-valuetext", text);
 };
 slider.addEventListener("input", show); show(); })()"""
 
-_used: dict[str, int] = {}
-"""Bytes on the page by explorable id, for the explorables of this kernel."""
+
+class _Shown(NamedTuple):
+    """A static explorable of this kernel: the cell that made it and its bytes on the page."""
+
+    cell: Place | None
+    size: int
+
+
+_used: dict[str, _Shown] = {}
 
 
 class Frame(NamedTuple):
@@ -50,11 +81,12 @@ class Frame(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """The frames of a static explorable, the index of the initial one, their resolution."""
+    """The frames of a static explorable, the initial one's index, sharpness, width in pixels."""
 
     frames: list[Frame]
     start: int
-    dpi: int
+    level: Level
+    width: int
 
 
 def explore(draw: Callable, *, alt: str | Callable[[object], str] = "", **controls) -> None:
@@ -84,7 +116,8 @@ def explore(draw: Callable, *, alt: str | Callable[[object], str] = "", **contro
             raise ValueError(f"{name} must be an ipywidgets value widget: got {widget!r}")
         widget.description = widget.description or name
     if is_static():
-        display(_Static(static_html(draw, controls, alt=alt)))
+        cell = calling_cell(sys._getframe(1))
+        display(_Static(static_html(draw, controls, alt=alt, cell=cell)))
     else:
         display(live(draw, controls, alt=alt))
 
@@ -135,6 +168,7 @@ def live(draw: Callable, controls: dict, *, alt: str | Callable = ""):
 
     first = next(iter(controls.values()))
     image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+    caption = widgets.HTML()
     message = widgets.HTML(layout=widgets.Layout(display="none"))
     dragged = [w for w in controls.values() if getattr(w, "continuous_update", False)]
     shown = None
@@ -148,8 +182,10 @@ def live(draw: Callable, controls: dict, *, alt: str | Callable = ""):
         begin = time.perf_counter()
         try:
             image.value = render(draw, values)
-            # an image without a name is silent to a screen reader; its tooltip names it
-            image.tooltip = _alt(alt, first, first.value, _label(first.value, first))
+            # the image widget takes no alternative text, and a tooltip breaks its view: the
+            # caption says what the image shows, to screen readers too
+            text = _alt(alt, first, first.value, _label(first.value, first))
+            caption.value = f"<small>{html.escape(text)}</small>"
         except Exception:
             trace = html.escape(traceback.format_exc())
             message.value = (
@@ -168,7 +204,7 @@ def live(draw: Callable, controls: dict, *, alt: str | Callable = ""):
         widget.observe(redraw, "value")
     redraw()
     row = widgets.HBox(list(controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
-    return widgets.VBox([row, image, message])
+    return widgets.VBox([row, image, caption, message])
 
 
 class Choice(NamedTuple):
@@ -221,110 +257,136 @@ def thin(count: int, start: int, limit: int) -> list[int]:
     return sorted(picked)
 
 
-def compress(png: bytes) -> str:
-    """A picture as a data URI: a palette PNG or WebP, whichever is smaller."""
+class Picture(NamedTuple):
+    """A compressed picture as a data URI, and its width in pixels."""
+
+    source: str
+    width: int
+
+
+def compress(png: bytes, *, colours: int, quality: int) -> Picture:
+    """The smallest of a palette PNG, the same palette as lossless WebP, and lossy WebP."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png)).convert("RGB")
+    flat = picture.quantize(colours, dither=Image.Dither.NONE)
     candidates = []
     for kind, image, options in (
-        ("png", picture.quantize(64, dither=Image.Dither.NONE), {"optimize": True}),
-        ("webp", picture, {"quality": 80, "method": 4}),
+        ("png", flat, {"optimize": True}),
+        ("webp", flat.convert("RGB"), {"lossless": True, "quality": 80, "method": 4}),
+        ("webp", picture, {"quality": quality, "method": 4}),
     ):
         buffer = io.BytesIO()
         image.save(buffer, kind, **options)
         candidates.append((len(buffer.getvalue()), kind, buffer.getvalue()))
     _, kind, data = min(candidates)
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return Picture(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", picture.width)
 
 
 def pre_render(draw: Callable, controls: dict, *, alt: str | Callable, budget: int) -> Frames:
     """Frames of the first control whose images take at most ``budget`` bytes in all.
 
-    As many frames as fit at full resolution; a lower one only where fewer than ``MIN_FRAMES``
-    (or all, of a control with fewer states) would fit.
+    As many frames as fit at full sharpness; less sharp ones only where few would fit.
 
     Raises:
-        ValueError: not even the lowest resolution fits.
+        ValueError: not even the least sharp fit.
     """
     name, widget = next(iter(controls.items()))
     rest = {n: w.value for n, w in controls.items() if n != name}
     values, start = choices(widget)
     limit = min(len(values), MAX_FRAMES)
-    fewest = min(limit, MIN_FRAMES)
-    for dpi in DPIS:
-        made: dict[int, str] = {}
-        for count in range(limit, fewest - 1, -1):
-            size, picked = 0, thin(len(values), start, count)
-            # the initial frame first: when it alone is far too large, the rest is not drawn
-            for i in sorted(picked, key=lambda i: i != start):
+    for level in LEVELS if budget > 0 else ():
+        fewest = min(limit, level.fewest)
+        made: dict[int, Picture] = {}
+
+        def size(picked, made=made, level=level) -> int:
+            for i in picked:
                 if i not in made:
-                    made[i] = compress(render(draw, {name: values[i], **rest}, dpi=dpi))
-                size += len(made[i])
-                if size > budget or len(made[start]) * fewest > 1.5 * budget:
-                    break
-            else:
-                texts = [_label(values[i], widget) for i in picked]
-                frames = [
-                    Frame(text, _alt(alt, widget, values[i], text), made[i])
-                    for i, text in zip(picked, texts, strict=True)
-                ]
-                return Frames(frames, picked.index(start), dpi)
+                    png = render(draw, {name: values[i], **rest}, dpi=level.dpi)
+                    made[i] = compress(png, colours=level.colours, quality=level.quality)
+            return sum(len(made[i].source) for i in picked)
+
+        # three frames tell how many to try, so that few are drawn in vain
+        probe = sorted({0, start, len(values) - 1})
+        count = min(limit, int(budget * len(probe) / size(probe) * 1.1))
+        while count >= fewest:
+            picked = thin(len(values), start, count)
+            if size(picked) > budget:
+                count -= 1
+                continue
+            texts = [_label(values[i], widget) for i in picked]
+            frames = [
+                Frame(text, _alt(alt, widget, values[i], text), made[i].source)
+                for i, text in zip(picked, texts, strict=True)
+            ]
+            width = round(made[start].width * LEVELS[0].dpi / level.dpi)
+            return Frames(frames, picked.index(start), level, width)
     raise ValueError(
-        f"draw must give simpler figures: {fewest} frames at {DPIS[-1]} dpi take more than the "
-        f"{budget} bytes that are left for this explorable on its page"
+        f"draw must give simpler figures: {min(limit, LEVELS[-1].fewest)} frames at "
+        f"{LEVELS[-1].dpi} dpi take more than the {max(budget, 0)} bytes that are left for this "
+        "explorable on its page"
     )
 
 
-def static_html(draw: Callable, controls: dict, *, alt: str | Callable = "") -> str:
+def static_html(
+    draw: Callable, controls: dict, *, alt: str | Callable = "", cell: Place | None = None
+) -> str:
     """The explorable as HTML that needs no kernel: a slider over frames of the first control.
 
     The explorables of one kernel share ``BUDGET`` bytes; one takes at most ``SHARE``. Whatever
     may differ between machines stands between ``<!--frames-->`` and ``<!--/frames-->``.
 
+    Args:
+        draw: as for :func:`explore`.
+        controls: the widgets by argument name.
+        alt: as for :func:`explore`.
+        cell: where the explorable is made; what the cell made in an earlier run is forgotten.
+
     Raises:
         ValueError: the frames do not fit.
     """
+    for known, shown in list(_used.items()):
+        if cell and shown.cell and shown.cell.cell == cell.cell and shown.cell.run != cell.run:
+            del _used[known]
     stem = re.sub(r"[^a-z0-9]+", "-", getattr(draw, "__name__", "draw").lower()).strip("-")
-    number = 1 + sum(known.rpartition("-")[0] == f"icmllab-{stem}" for known in _used)
+    number = next(n for n in range(1, len(_used) + 2) if f"icmllab-{stem}-{n}" not in _used)
     ident = f"icmllab-{stem}-{number}"
-    room = min(SHARE, BUDGET - sum(_used.values()))
-    # the initial frame stands twice on the page: as the image, and in the script
-    frames = pre_render(draw, controls, alt=alt, budget=room * 4 // 5)
-    page = _page(ident, controls, frames)
+    room = min(SHARE, BUDGET - sum(shown.size for shown in _used.values()))
+    texts = 8_000  # what stands around the images
+    page = _page(ident, controls, pre_render(draw, controls, alt=alt, budget=room - texts))
     if len(page.encode()) > room:
-        frames = pre_render(draw, controls, alt=alt, budget=room * 3 // 5)
-        page = _page(ident, controls, frames)
-    if len(page.encode()) > room:
-        raise ValueError(f"alt must be shorter: the explorable does not fit {room} bytes")
-    _used[ident] = len(page.encode())
+        raise ValueError(f"alt must be shorter: the texts of {ident} take more than {texts} bytes")
+    _used[ident] = _Shown(cell, len(page.encode()))
     return page
 
 
 def _page(ident: str, controls: dict, made: Frames) -> str:
     """The frames, the slider and the script that joins them together."""
     (_, widget), *others = controls.items()
-    frames, start, dpi = made
+    frames, start, level, width = made
     initial = frames[start]
+    # the initial frame's image is on the page already
+    listed = [f._replace(source="") if f is initial else f for f in frames]
     label = html.escape(widget.description)
     # "</" would end the script inside one of its texts
-    data = json.dumps(frames, ensure_ascii=False).replace("</", "<\\/")
+    data = json.dumps(listed, ensure_ascii=False).replace("</", "<\\/")
     script = _SCRIPT.replace("ID", json.dumps(ident), 1).replace("FRAMES", data, 1)
     rest = ", ".join(f"{w.description} = {_label(w.value, w)}" for _, w in others)
     rest = f" The other controls stand at {html.escape(rest)}." if rest else ""
-    note = "" if dpi == DPIS[0] else f" Drawn at {dpi} dpi, to keep the page small."
+    note = "" if level == LEVELS[0] else " Less sharp than live, to keep the page small."
     return (
         f'<div class="icmllab-explore" id="{ident}">'
-        f"<!--frames-->"
+        f"<style>{unboxed('icmllab-explore')}</style><!--frames-->"
         f'<p><label for="{ident}-s">{label}</label> '
         f'<input id="{ident}-s" type="range" min="0" max="{len(frames) - 1}" step="1" '
         f'value="{start}" aria-valuetext="{html.escape(initial.text)}" autocomplete="off" '
         f'style="width:min(20em,60%);vertical-align:middle"> '
         f'<output for="{ident}-s">{html.escape(initial.text)}</output></p>'
-        f'<img src="{initial.source}" alt="{html.escape(initial.alt)}" style="max-width:100%">'
+        f'<img src="{initial.source}" alt="{html.escape(initial.alt)}" '
+        f'style="width:{width}px;max-width:100%">'
         f"<script>{script}</script>"
-        f"<small>{len(frames)} frames, drawn in advance.{note}</small><!--/frames-->"
-        f"<small>{rest} In JupyterLab, run this cell to move every control.</small></div>"
+        f"<p><small>{len(frames)} frames, drawn in advance.{note}</small><!--/frames-->"
+        f"<small>{rest} In JupyterLab, run this cell to move every control.</small></p></div>"
     )
 
 

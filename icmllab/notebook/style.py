@@ -19,6 +19,20 @@ GROUND = "#fbfbf9"
 """What figures are drawn on; light on every page, so that dark text stays readable."""
 
 
+def unboxed(name: str) -> str:
+    """CSS that takes away the light box which the book's theme puts HTML outputs in when dark.
+
+    Args:
+        name: the class of the output's own element, which brings colours for both modes.
+    """
+    return (
+        f"html[data-theme=dark] .bd-content div.cell_output .text_html:has(.{name})"
+        "{background:none!important;color:inherit!important;padding:0!important}"
+        f"html[data-theme=dark] .bd-content div.cell_output .{name} img"
+        "{background:none!important;padding:0!important;filter:none!important}"
+    )
+
+
 def use_style() -> None:
     """Set matplotlib up for the book, whatever the reader's own settings are.
 

@@ -28,7 +28,7 @@ def page(browser):
 
 
 def test_start_page_is_rendered_and_its_links_open_the_notebooks(page, lab):
-    page.goto(f"{lab}/lab")
+    page.goto(f"{lab}/")
     page.wait_for_selector("h1:has-text('icmllab')", timeout=60_000)
     page.locator("a", has_text="Does a network agree").first.click()
     page.wait_for_selector(".jp-NotebookPanel .jp-Notebook", timeout=30_000)
@@ -39,7 +39,11 @@ def test_start_page_is_rendered_and_its_links_open_the_notebooks(page, lab):
 def test_a_chapter_runs_to_its_end_and_its_slider_redraws(page, lab, name):
     page.goto(f"{lab}/lab/tree/book/{name}.ipynb?reset")
     page.wait_for_selector(".jp-NotebookPanel .jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_selector("[data-status='idle'], .jp-Notebook-ExecutionIndicator", timeout=60_000)
+    page.wait_for_function(
+        "() => window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"
+        " === 'idle'",
+        timeout=60_000,
+    )
     page.locator(".lm-MenuBar-item:has-text('Run')").click()
     page.locator(".lm-Menu-item:has-text('Run All Cells')").first.click()
     page.wait_for_function(

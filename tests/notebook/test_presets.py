@@ -33,7 +33,7 @@ def test_a_wrong_preset_names_the_near_one(monkeypatch, wrong, hint):
 
 def test_an_unlike_preset_lists_both(monkeypatch):
     monkeypatch.setenv("ICMLLAB_PRESET", "zzz")
-    with pytest.raises(ValueError, match="must be quick or full: got 'zzz'$"):
+    with pytest.raises(ValueError, match=r"must be quick or full: got 'zzz'$"):
         preset(quick={}, full={})
 
 
