@@ -1,71 +1,69 @@
-"""scikit-learn's bundled handwritten digits: 1797 images of 8 x 8, ten classes, no download."""
+"""The 1797 handwritten digits that scikit-learn bundles, cut in ways that several papers use."""
 
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+N_DIGITS = 1797
 
 
 class View(NamedTuple):
-    """One way of looking at the digits.
+    """One view of the digits: features and labels of the training and the test rows.
 
     Attributes:
-        train_x: (n_train, n_features) float32.
-        train_y: (n_train,) int64 labels 0..9.
-        test_x: (n_test, n_features) float32.
-        test_y: (n_test,) int64.
+        x_train: (n_train, n_features) float32 in [0, 1].
+        y_train: (n_train,) int64 digits 0..9.
+        x_test: (n_test, n_features) float32.
+        y_test: (n_test,) int64.
     """
 
-    train_x: torch.Tensor
-    train_y: torch.Tensor
-    test_x: torch.Tensor
-    test_y: torch.Tensor
+    x_train: torch.Tensor
+    y_train: torch.Tensor
+    x_test: torch.Tensor
+    y_test: torch.Tensor
 
 
 class TwoViews(NamedTuple):
-    """Left and right halves of the same digits, rows in the same order."""
+    """Two views of the same digits, row by row: ``a`` sees the left half, ``b`` the right."""
 
-    left: View
-    right: View
+    a: View
+    b: View
 
 
-def load_digits(*, n_train: int = 1200, n_test: int = 300, seed: int = 0) -> View:
-    """Whole images, pixels in [0, 1], split by a seeded permutation.
+@cache
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    bundle = load_digits()
+    return bundle.images / 16.0, bundle.target
+
+
+def digits_two_views(seed: int, *, n_train: int = 1200, n_test: int = 300) -> TwoViews:
+    """Left and right halves of the 8×8 digits, 32 features each.
 
     Args:
-        n_train: training rows.
-        n_test: test rows; at most 1797 in all.
-        seed: of the permutation.
-    """
-    from sklearn.datasets import load_digits as bundled
+        seed: picks the split; the rows are shuffled, and both views have the same rows.
+        n_train: training rows, >= 1.
+        n_test: test rows, >= 1; together at most 1797.
 
-    data = bundled()
-    total = len(data.target)
-    if n_train < 1 or n_test < 1 or n_train + n_test > total:
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    if n_train < 1 or n_test < 1 or n_train + n_test > N_DIGITS:
         raise ValueError(
-            f"n_train and n_test must be at least 1 and at most {total} in all: got {n_train}, {n_test}"
+            f"n_train and n_test must be >= 1 and at most {N_DIGITS} together: "
+            f"got {n_train} and {n_test}"
         )
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    x = torch.from_numpy(data.data).float()[order] / 16
-    y = torch.from_numpy(data.target).long()[order]
-    end = n_train + n_test
-    return View(x[:n_train], y[:n_train], x[n_train:end], y[n_train:end])
+    images, target = _digits()
+    order = np.random.default_rng(seed).permutation(N_DIGITS)
+    train, test = order[:n_train], order[n_train : n_train + n_test]
+    labels = [torch.from_numpy(target[rows].astype(np.int64)) for rows in (train, test)]
 
+    def view(columns: slice) -> View:
+        half = images[:, :, columns].reshape(N_DIGITS, -1).astype(np.float32)
+        x_train, x_test = (torch.from_numpy(half[rows]) for rows in (train, test))
+        return View(x_train, labels[0], x_test, labels[1])
 
-def digits_two_views(seed: int = 0, *, n_train: int = 1200, n_test: int = 300) -> TwoViews:
-    """Two "modalities" of each digit: its left four columns and its right four, 32 features each.
-
-    Args:
-        seed: of the split.
-        n_train: training rows.
-        n_test: test rows.
-    """
-    whole = load_digits(n_train=n_train, n_test=n_test, seed=seed)
-
-    def half(columns: slice) -> View:
-        train, test = (
-            x.reshape(-1, 8, 8)[:, :, columns].reshape(-1, 32)
-            for x in (whole.train_x, whole.test_x)
-        )
-        return View(train, whole.train_y, test, whole.test_y)
-
-    return TwoViews(half(slice(0, 4)), half(slice(4, 8)))
+    return TwoViews(view(slice(0, 4)), view(slice(4, 8)))

@@ -1,409 +1,538 @@
-"""How alike two representations of the same samples are: the field's scores, and their nulls.
+r"""Similarity of two representations of the same inputs.
 
-Every score compares two feature matrices with equal rows. Each is built from one preparation a
-side (a normalised Gram matrix, a neighbour list, an orthonormal basis), so that permuting the rows
-of one side costs a re-pairing and never a new preparation. All arithmetic is in float64.
+A representation is a matrix of features X: (n_samples, n_features); two of them are compared row
+by row, and their widths may differ. Every score has the upper end 1. All computation is in
+float64.
 
-Scores have the upper end 1; centred and unbiased ones may be negative.
+Two layers. The functions (`cka_linear(X, Y)`, `mutual_knn(X, Y, k=10)`, …) return one number.
+`metric(name, **params)` returns a `Metric`, which splits the work so that a score can be computed
+again under many permutations of the rows of Y at little cost: `prepare` once, then `null`.
+
+Sources: CKA, Kornblith et al. 2019; its unbiased form from HSIC₁, Song et al. 2012; mutual and
+cycle kNN and CKNNA, Huh et al. 2024; SVCCA, Raghu et al. 2017; PWCCA, Morcos et al. 2018; RSA,
+Kriegeskorte et al. 2008. `local_distance_agreement` is this book's own.
 """
 
+import inspect
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
-from scipy.stats import rankdata
+from scipy.stats import rankdata, spearmanr
 
 from icmllab.kernels.perm_bilinear import perm_bilinear
 from icmllab.kernels.perm_knn_overlap import perm_knn_overlap
 
-MIN_SAMPLES = 4
-
-
-class Prepared(NamedTuple):
-    """Both sides of a comparison, ready for any pairing of their rows."""
-
-    x: object
-    y: object
+# --------------------------------------------------------------------------------------------
+# Input
 
 
 def as_features(name: str, X: object) -> torch.Tensor:
-    """``X`` as a (n_samples, n_features) float64 tensor.
+    """``X`` as a float64 feature matrix, or the reason why it is none.
+
+    Args:
+        name: what the caller calls it, for the message.
+        X: (n_samples, n_features) tensor or array of real numbers; a tensor keeps its device.
 
     Raises:
-        ValueError: not 2-D, fewer than 4 samples, or non-finite entries.
+        ValueError: not two-dimensional, fewer than 4 rows, no column, or not finite.
     """
-    X = torch.as_tensor(X).double()
-    if X.ndim != 2 or X.shape[1] == 0:
-        raise ValueError(f"{name} must be (n_samples, n_features): got shape {tuple(X.shape)}")
-    if len(X) < MIN_SAMPLES:
-        raise ValueError(f"{name} must have at least {MIN_SAMPLES} samples: got {len(X)}")
+    if not isinstance(X, torch.Tensor):
+        array = np.asarray(X)
+        if array.dtype.kind not in "fiu":
+            raise ValueError(f"{name} must hold real numbers: got dtype {array.dtype}")
+        X = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+    if X.is_complex() or X.dtype == torch.bool:
+        raise ValueError(f"{name} must hold real numbers: got dtype {X.dtype}")
+    if X.ndim != 2:
+        raise ValueError(f"{name} must be 2-D, (n_samples, n_features): got shape {tuple(X.shape)}")
+    if X.shape[0] < 4:
+        raise ValueError(f"{name} must have at least 4 rows: got {X.shape[0]}")
+    if X.shape[1] < 1:
+        raise ValueError(f"{name} must have at least 1 column: got {X.shape[1]}")
+    X = X.detach().to(torch.float64)
     if not torch.isfinite(X).all():
-        raise ValueError(f"{name} must be finite: it holds inf or nan")
+        raise ValueError(f"{name} must be finite: it holds NaN or infinity")
     return X
 
 
 def as_pair(X: object, Y: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two feature matrices over the same samples, as :func:`as_features` gives them."""
+    """Both feature matrices in float64, checked to have the same number of rows."""
     X, Y = as_features("X", X), as_features("Y", Y)
     if len(X) != len(Y):
-        raise ValueError(f"X and Y must have equal n_samples: got {len(X)} and {len(Y)}")
+        raise ValueError(f"X and Y must have the same number of rows: got {len(X)} and {len(Y)}")
+    if X.device != Y.device:
+        raise ValueError(f"X and Y must share a device: got {X.device} and {Y.device}")
     return X, Y
 
 
-# Preparations of one side
+def _check_k(k: int, n: int, *, least: int = 1) -> None:
+    if isinstance(k, bool) or k != int(k) or not least <= k <= n - 1:
+        raise ValueError(f"k must be a whole number in [{least}, n-1 = {n - 1}]: got {k}")
+
+
+def _zero_variance(name: str = "a representation") -> ValueError:
+    return ValueError(f"zero variance: {name} is the same for every sample, no score exists")
+
+
+# --------------------------------------------------------------------------------------------
+# Pieces: centring, Gram matrices, distances, neighbours
 
 
 def centre(X: torch.Tensor) -> torch.Tensor:
-    """``X`` (n, d) with the mean of each column taken off."""
-    return X - X.mean(dim=0)
+    """X with the mean of each column taken off; ValueError("zero variance") if nothing is left."""
+    centred = X - X.mean(dim=0)
+    if centred.norm() <= 1e-12 * X.norm():
+        raise _zero_variance()
+    return centred
+
+
+def centre_gram(K: torch.Tensor) -> torch.Tensor:
+    """H K H with H = I - 11ᵀ/n, for a symmetric K: (n, n)."""
+    row = K.mean(dim=1)
+    return K - row[:, None] - row[None, :] + row.mean()
+
+
+def u_centre(K: torch.Tensor) -> torch.Tensor:
+    r"""The U-centred Gram matrix: HSIC₁(K, L) = ⟨Ũ_K, Ũ_L⟩ / (n (n-3)).
+
+    Ũ_ij = K̃_ij - (r_i + r_j)/(n-2) + Σr/((n-1)(n-2)) off the diagonal and 0 on it; K̃ is K with
+    a zero diagonal and r its row sums.
+    """
+    n = len(K)
+    zeroed = K - torch.diag(K.diagonal())
+    r = zeroed.sum(dim=1)
+    U = zeroed - (r[:, None] + r[None, :]) / (n - 2) + r.sum() / ((n - 1) * (n - 2))
+    return U.fill_diagonal_(0.0)
+
+
+def hsic_unbiased(K: torch.Tensor, L: torch.Tensor) -> float:
+    r"""HSIC₁, the unbiased estimate of the Hilbert–Schmidt independence criterion.
+
+    With K̃ and L̃ the matrices with zeroed diagonals, it is
+    [tr(K̃L̃) + 1ᵀK̃1·1ᵀL̃1/((n-1)(n-2)) - 2·1ᵀK̃L̃1/(n-2)] / (n(n-3)).
+
+    Args:
+        K: (n, n), symmetric or not, n >= 4.
+        L: (n, n).
+    """
+    n = len(K)
+    K = K - torch.diag(K.diagonal())
+    L = L - torch.diag(L.diagonal())
+    trace = (K * L.T).sum()
+    totals = K.sum() * L.sum() / ((n - 1) * (n - 2))
+    cross = K.sum(dim=0) @ L.sum(dim=1) / (n - 2)
+    return float((trace + totals - 2 * cross) / (n * (n - 3)))
 
 
 def squared_distances(X: torch.Tensor) -> torch.Tensor:
-    """(n, n) squared Euclidean distances with an exact zero diagonal."""
+    """Squared Euclidean distances between all rows, (n, n), zero diagonal."""
+    X = X - X.mean(dim=0)
     gram = X @ X.T
     norms = gram.diagonal()
-    squared = (norms[:, None] + norms[None, :] - 2 * gram).clamp_min_(0)
-    return squared.fill_diagonal_(0)
+    return (norms[:, None] + norms[None, :] - 2 * gram).clamp_(min=0.0).fill_diagonal_(0.0)
 
 
-def centred_gram(K: torch.Tensor) -> torch.Tensor:
-    """H K H with H = I - 11ᵀ/n, for a symmetric K (n, n)."""
-    rows = K.mean(dim=1)
-    return K - rows[:, None] - rows[None, :] + rows.mean()
+def upper_median(D: torch.Tensor) -> float:
+    """The median of the entries above the diagonal: the zeros on it would bias a small sample."""
+    values = D[tuple(torch.triu_indices(len(D), len(D), 1, device=D.device))]
+    middle = (len(values) + 1) // 2
+    low = values.kthvalue(middle).values
+    if len(values) % 2:
+        return float(low)
+    return float((low + values.kthvalue(middle + 1).values) / 2)
 
 
-def u_centred_gram(K: torch.Tensor) -> torch.Tensor:
-    """The U-centred form of a symmetric K (n, n): HSIC₁(K, L) = ⟨U_K, U_L⟩ / (n(n-3))."""
-    n = len(K)
-    K = K.clone().fill_diagonal_(0)
-    rows = K.sum(dim=1)
-    U = K - (rows[:, None] + rows[None, :]) / (n - 2) + rows.sum() / ((n - 1) * (n - 2))
-    return U.fill_diagonal_(0)
-
-
-def unit(M: torch.Tensor, *, reference: float) -> torch.Tensor:
-    """``M`` over its Frobenius norm.
-
-    Raises:
-        ValueError: "zero variance", when the norm is zero beside ``reference``, the scale before
-            centring.
-    """
-    norm = torch.linalg.vector_norm(M).item()
-    if norm <= 1e-13 * reference or norm == 0:
-        raise ValueError("zero variance: the representation does not vary over the samples")
-    return M / norm
-
-
-def rbf_gram(X: torch.Tensor, *, sigma_frac: float) -> torch.Tensor:
-    """exp(-|x - x'|² / 2σ²), σ² = sigma_frac² times the median off-diagonal squared distance."""
-    squared = squared_distances(X)
-    off = squared[~torch.eye(len(X), dtype=torch.bool, device=X.device)]
-    # the median of an even count is the mean of the middle two, as NumPy has it
-    median = torch.quantile(off, 0.5).item() if off.numel() <= 2**24 else off.median().item()
-    if median <= 0:
-        raise ValueError("zero variance: half of the distances are zero, so the RBF has no width")
-    return torch.exp(-squared / (2 * sigma_frac**2 * median))
-
-
-def smallest(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """(n, k) column indices of each row's k smallest entries, itself excluded.
-
-    Ties go to the lower index: the sort is stable, which ``topk`` does not promise.
-    """
-    scores = scores.clone().fill_diagonal_(math.inf)
-    return torch.sort(scores, dim=1, stable=True).indices[:, :k]
-
-
-def knn(X: torch.Tensor, k: int, *, by: str = "cosine") -> torch.Tensor:
-    """(n, k) nearest neighbours, self excluded, ties to the lower index.
+def nearest(similarity: torch.Tensor, k: int) -> torch.Tensor:
+    """The k most similar columns of each row, itself left out, ties to the lower index.
 
     Args:
-        X: (n, d) float64.
-        k: neighbours, 1..n-1.
-        by: ``cosine``, ``euclidean`` or ``inner`` (largest inner product).
+        similarity: (n, n); overwritten nowhere.
+        k: how many, in [1, n-1].
+
+    Returns:
+        (n, k) int64, most similar first.
     """
-    if not 1 <= k <= len(X) - 1:
-        raise ValueError(f"k must be in 1..{len(X) - 1}: got {k}")
-    if by == "euclidean":
-        return smallest(squared_distances(X), k)
-    if by == "cosine":
-        X = X / torch.linalg.vector_norm(X, dim=1, keepdim=True).clamp_min(1e-300)
-    elif by != "inner":
-        raise ValueError(f"by must be cosine, euclidean or inner: got {by!r}")
-    return smallest(-(X @ X.T), k)
+    _check_k(k, len(similarity))
+    scale = similarity.abs().max().clamp(min=1e-300)
+    # Equal pairs can differ in the last bits of a matrix product; 1e-12 of the largest is a tie.
+    rounded = (similarity / scale * 1e12).round()
+    rounded.fill_diagonal_(-math.inf)
+    order = torch.sort(rounded, dim=1, descending=True, stable=True).indices
+    return order[:, :k].contiguous()
 
 
-def knn_mask(index: torch.Tensor) -> torch.Tensor:
-    """The (n, n) 0/1 matrix of a neighbour list (n, k); row i marks the neighbours of i."""
-    n = len(index)
-    return torch.zeros(n, n, dtype=torch.float64, device=index.device).scatter_(1, index, 1.0)
+def knn_indices(X: torch.Tensor, k: int) -> torch.Tensor:
+    """Cosine neighbours of each row, (n, k) int64; a row of zeros is at similarity 0 to all."""
+    unit = X / X.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return nearest(unit @ unit.T, k)
 
 
-def inverse_permutation(perm: torch.Tensor) -> torch.Tensor:
-    """The permutation that undoes ``perm`` (n,)."""
-    inverse = torch.empty_like(perm)
-    inverse[perm] = torch.arange(len(perm), device=perm.device)
-    return inverse
+def neighbour_mask(indices: torch.Tensor) -> torch.Tensor:
+    """0/1 float64 matrix of a neighbour list: entry (i, j) says that j is a neighbour of i."""
+    n = len(indices)
+    mask = torch.zeros(n, n, dtype=torch.float64, device=indices.device)
+    return mask.scatter_(1, indices, 1.0)
 
 
-def permute_neighbours(index: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-    """The neighbour list of the rows X[perm], from the list of X: no distance is recomputed."""
-    return inverse_permutation(perm)[index[perm]]
+def inverse_permutations(perms: torch.Tensor) -> torch.Tensor:
+    """π⁻¹ for each row of ``perms``: (B, n)."""
+    return torch.argsort(perms, dim=1)
 
 
-def left_basis(X: torch.Tensor) -> torch.Tensor:
-    """Left singular vectors of the centred X whose singular value exceeds 1e-10 of the largest."""
+def _left_singular(X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left singular vectors and values of the centred X, those above 1e-10 of the largest."""
     U, S, _ = torch.linalg.svd(centre(X), full_matrices=False)
-    if S[0] <= 1e-13 * torch.linalg.vector_norm(X):
-        raise ValueError("zero variance: the representation does not vary over the samples")
-    return U[:, 1e-10 * S[0] < S]
+    keep = S[0] * 1e-10 < S
+    return U[:, keep], S[keep]
 
 
+# --------------------------------------------------------------------------------------------
 # Metrics
 
 
+class Prepared(NamedTuple):
+    """What a metric keeps of a pair: its view of X and its view of Y."""
+
+    a: Any
+    b: Any
+
+
 class Metric:
-    """A similarity score with its null under permutations.
+    """A similarity score that can be computed again under permutations of the rows of Y.
+
+    `side` turns one representation into what the score needs of it; `pair` scores two sides;
+    `take` gives the side of X[perm] from the side of X without looking at X again. A subclass
+    with a faster way to score many permutations overrides `null`.
 
     Attributes:
-        name: its name in :data:`METRICS`.
-        upper: the largest value it can take.
+        name: the name under which `metric` finds it.
+        s_max: upper end of the score.
     """
 
-    name: str
-    upper = 1.0
+    name: ClassVar[str]
+    s_max: ClassVar[float] = 1.0
 
-    def side(self, X: torch.Tensor) -> object:
-        """What one side brings to a comparison, made once; X is (n, d) float64."""
+    def side(self, X: torch.Tensor) -> Any:
+        """What the score needs of X: (n, d) float64, already checked."""
         raise NotImplementedError
 
-    def paired(self, x: object, y: object, perm: torch.Tensor) -> float:
-        """The score of two sides when row i of X meets row perm[i] of Y."""
+    def pair(self, a: Any, b: Any) -> float:
+        """The score of two sides."""
         raise NotImplementedError
+
+    def take(self, side: Any, perm: torch.Tensor) -> Any:
+        """The side of X[perm]; here a tuple of tensors, one row a sample, is re-ordered."""
+        return tuple(t[perm] for t in side)
+
+    def raw(self, X: object, Y: object) -> float:
+        """The score of X and Y.
+
+        Args:
+            X: (n, d_x) tensor or array, n >= 4.
+            Y: (n, d_y), same n.
+
+        Raises:
+            ValueError: bad input, or "zero variance".
+        """
+        X, Y = as_pair(X, Y)
+        return self.pair(self.side(X), self.side(Y))
 
     def prepare(self, X: object, Y: object) -> Prepared:
-        """Both sides of a comparison: X (n, d_x), Y (n, d_y)."""
+        """Everything that the score needs of X and Y, computed once."""
         X, Y = as_pair(X, Y)
         return Prepared(self.side(X), self.side(Y))
 
     def null(self, prepared: Prepared, perms: torch.Tensor) -> torch.Tensor:
-        """The score under each row of ``perms`` (B, n): (B,) float64 on the CPU."""
-        scores = [self.paired(prepared.x, prepared.y, perm) for perm in perms.long()]
+        """The scores of X and Y[perm], one for each row of ``perms``: (B, n) → (B,) float64."""
+        scores = [self.pair(prepared.a, self.take(prepared.b, perm)) for perm in perms]
         return torch.tensor(scores, dtype=torch.float64)
 
-    def raw(self, X: object, Y: object) -> float:
-        """The score itself."""
-        X, Y = as_pair(X, Y)
-        identity = torch.arange(len(X), device=X.device)[None]
-        return self.null(Prepared(self.side(X), self.side(Y)), identity)[0].item()
+    def null_layers(self, As: list, Bs: list, perms: torch.Tensor) -> torch.Tensor:
+        """The scores of every pair of sides under each permutation: (L_A, L_B, B) float64."""
+        rows = [torch.stack([self.null(Prepared(a, b), perms) for b in Bs]) for a in As]
+        return torch.stack(rows)
 
 
-class BilinearMetric(Metric):
-    """A score that is the inner product of one matrix a side: s(perm) = Σ K_ij L_perm(i)perm(j)."""
+class _Bilinear(Metric):
+    """Scores of the form Σ_ij K[i,j] L[π_i,π_j]: two normalised Gram matrices.
 
-    symmetric = True
+    Centring and norms do not change when rows and columns are permuted together, so both are
+    done once, before any permutation.
+    """
 
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        """The side's matrix (n, n), normalised so that the score is a plain inner product."""
+    def gram(self, X: torch.Tensor) -> torch.Tensor:
+        """The symmetric, centred matrix that stands for X."""
         raise NotImplementedError
 
-    def null(self, prepared: Prepared, perms: torch.Tensor) -> torch.Tensor:
-        perms = perms.to(prepared.x.device)
-        scores = perm_bilinear(prepared.x, prepared.y, perms, symmetric=self.symmetric)
-        return scores.cpu()
+    def side(self, X):
+        K = self.gram(X)
+        norm = K.norm()
+        if norm == 0:
+            raise _zero_variance()
+        return K / norm
+
+    def pair(self, a, b):
+        return float((a * b).sum())
+
+    def take(self, side, perm):
+        return side[perm][:, perm]
+
+    def null(self, prepared, perms):
+        return perm_bilinear(prepared.a, prepared.b, perms, symmetric=True).cpu()
+
+    def null_layers(self, As, Bs, perms):
+        if len(As) * len(Bs) == 1 or As[0].is_cuda:
+            return super().null_layers(As, Bs, perms)
+        # On a CPU all pairs share one gather of Y's matrices, and their products are one GEMM.
+        left = torch.stack(As).flatten(1)
+        right = torch.stack(Bs)
+        out = torch.empty(len(perms), len(As), len(Bs), dtype=torch.float64)
+        for b, perm in enumerate(perms):
+            moved = right.index_select(1, perm).index_select(2, perm)
+            torch.mm(left, moved.flatten(1).T, out=out[b])
+        return out.permute(1, 2, 0)
 
 
-class CKALinear(BilinearMetric):
-    """Centred kernel alignment of linear Grams."""
+@dataclass(frozen=True)
+class CKALinear(_Bilinear):
+    """⟨K_c, L_c⟩/(‖K_c‖‖L_c‖) with K = XXᵀ."""
 
-    name = "cka_linear"
+    name: ClassVar[str] = "cka_linear"
 
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        centred = centre(X)
-        return unit(centred @ centred.T, reference=torch.linalg.vector_norm(X).item() ** 2)
-
-
-class CKAUnbiased(BilinearMetric):
-    """CKA of the unbiased HSIC₁: U-centred linear Grams."""
-
-    name = "cka_unbiased"
-
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        K = X @ X.T
-        return unit(u_centred_gram(K), reference=torch.linalg.vector_norm(K).item())
+    def gram(self, X):
+        X = centre(X)
+        return X @ X.T
 
 
-class CKARBF(BilinearMetric):
-    """CKA of Gaussian Grams of width ``sigma_frac`` times the median distance."""
+@dataclass(frozen=True)
+class CKAUnbiased(_Bilinear):
+    """CKA with the unbiased HSIC₁ in numerator and denominator; may be negative."""
 
-    name = "cka_rbf"
+    name: ClassVar[str] = "cka_unbiased"
 
-    def __init__(self, sigma_frac: float = 1.0):
-        if not sigma_frac > 0 or not math.isfinite(sigma_frac):
-            raise ValueError(f"sigma_frac must be positive and finite: got {sigma_frac}")
-        self.sigma_frac = sigma_frac
-
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        K = rbf_gram(X, sigma_frac=self.sigma_frac)
-        return unit(centred_gram(K), reference=torch.linalg.vector_norm(K).item())
+    def gram(self, X):
+        # HSIC₁ does not see the mean of the features; without it nothing cancels in the sums.
+        X = centre(X)
+        return u_centre(X @ X.T)
 
 
-class RSA(BilinearMetric):
-    """Spearman correlation of the two distance matrices (ties averaged)."""
+@dataclass(frozen=True)
+class CKARbf(_Bilinear):
+    """CKA with k(x, x') = exp(-‖x-x'‖²/(2σ²)), σ² = sigma_frac² · median ‖x-x'‖².
 
-    name = "rsa"
+    A σ below the size of a neighbourhood makes it a measure of local distances; a wider one sees
+    only who is a neighbour. A very small σ gives K = I, and a raw score of 1 for any data.
 
-    def side(self, X: torch.Tensor) -> torch.Tensor:
+    Attributes:
+        sigma_frac: bandwidth as a fraction of the root of the median squared distance, > 0.
+    """
+
+    name: ClassVar[str] = "cka_rbf"
+    sigma_frac: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.sigma_frac < math.inf:
+            raise ValueError(f"sigma_frac must be > 0 and finite: got {self.sigma_frac}")
+
+    def gram(self, X):
+        D = squared_distances(centre(X))
+        median = upper_median(D)
+        if median <= 0:
+            raise ValueError(
+                "sigma_frac scales the median squared distance, which is 0: half of the pairs "
+                "of samples coincide"
+            )
+        return centre_gram(torch.exp(-D / (2 * self.sigma_frac**2 * median)))
+
+
+@dataclass(frozen=True)
+class RSA(_Bilinear):
+    """Spearman correlation of the two sets of Euclidean distances, ties averaged."""
+
+    name: ClassVar[str] = "rsa"
+
+    def gram(self, X):
         n = len(X)
-        upper = torch.triu_indices(n, n, offset=1)
-        distances = squared_distances(X).sqrt()[upper[0], upper[1]]
-        ranks = torch.from_numpy(rankdata(distances.cpu().numpy())).to(X.device)
-        R = torch.zeros(n, n, dtype=torch.float64, device=X.device)
-        R[upper[0], upper[1]] = ranks - ranks.mean()
-        return unit(R + R.T, reference=float(n * n))
+        # differences, not inner products: equal distances then tie exactly
+        D = torch.cdist(X, X, compute_mode="donot_use_mm_for_euclid_dist")
+        i, j = torch.triu_indices(n, n, 1, device=X.device)
+        ranks = torch.as_tensor(rankdata(D[i, j].cpu().numpy()), device=X.device)
+        out = torch.zeros(n, n, dtype=torch.float64, device=X.device)
+        out[i, j] = out[j, i] = ranks - ranks.mean()
+        return out
 
 
-class MutualKNN(Metric):
-    """Share of cosine neighbours that both sides name."""
+class _Neighbours(Metric):
+    """Scores of two neighbour lists (n, k); a permutation only renames one of them."""
 
-    name = "mutual_knn"
+    k: int
+    least_k: ClassVar[int] = 1
 
-    def __init__(self, k: int = 10):
-        self.k = _positive("k", k)
+    def __post_init__(self):
+        if isinstance(self.k, bool) or self.k != int(self.k) or self.k < self.least_k:
+            raise ValueError(f"k must be a whole number >= {self.least_k}: got {self.k}")
 
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        return knn(X, self.k)
+    def side(self, X):
+        return knn_indices(X, self.k)
 
-    def null(self, prepared: Prepared, perms: torch.Tensor) -> torch.Tensor:
-        shared = perm_knn_overlap(prepared.x, prepared.y, perms.to(prepared.x.device))
-        return shared.cpu().double() / prepared.x.numel()
-
-
-class CycleKNN(Metric):
-    """Share of points that are a neighbour, in X, of one of their own neighbours in Y."""
-
-    name = "cycle_knn"
-
-    def __init__(self, k: int = 10):
-        self.k = _positive("k", k)
-
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        return knn(X, self.k)
-
-    def paired(self, x: torch.Tensor, y: torch.Tensor, perm: torch.Tensor) -> float:
-        own = torch.arange(len(x), device=x.device)[:, None, None]
-        back = x[permute_neighbours(y, perm.to(x.device))]  # (n, k, k)
-        return (back == own).flatten(1).any(dim=1).double().mean().item()
+    def take(self, side, perm):
+        # row i of Y[perm] is row perm[i] of Y, and sample j of Y is called perm⁻¹[j] there
+        return torch.argsort(perm)[side[perm]]
 
 
-class CKNNA(Metric):
-    """HSIC₁ restricted to pairs that are neighbours on both sides (not symmetric)."""
+@dataclass(frozen=True)
+class MutualKNN(_Neighbours):
+    """Mean share of the k cosine neighbours that X and Y agree on.
 
-    name = "cknna"
+    Attributes:
+        k: neighbours, in [1, n-1].
+    """
 
-    def __init__(self, k: int = 10):
-        if k < 2:
-            raise ValueError(f"k must be at least 2: got {k}")
-        self.k = k
+    name: ClassVar[str] = "mutual_knn"
+    k: int = 10
 
-    def side(self, X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return X @ X.T, knn_mask(knn(X, self.k, by="inner"))
+    def pair(self, a, b):
+        shared = (a[:, :, None] == b[:, None, :]).sum()
+        return float(shared) / a.numel()
 
-    def paired(self, x, y, perm: torch.Tensor) -> float:
-        K, mask_k = x
-        perm = perm.to(K.device)
-        L, mask_l = (M[perm][:, perm] for M in y)
-        cross = _masked_hsic(K, L, mask_k * mask_l)
-        own = [_masked_hsic(G, G, M) for G, M in ((K, mask_k), (L, mask_l))]
-        if min(own) <= 0:
-            raise ValueError(f"cknna needs positive self-terms: got {own[0]:.3g}, {own[1]:.3g}")
-        return cross / math.sqrt(own[0] * own[1])
+    def null(self, prepared, perms):
+        counts = perm_knn_overlap(prepared.a, prepared.b, perms)
+        return counts.cpu().to(torch.float64) / prepared.a.numel()
 
 
-def _masked_hsic(K: torch.Tensor, L: torch.Tensor, mask: torch.Tensor) -> float:
-    """HSIC₁ of two matrices under one mask that need not be symmetric."""
-    n = len(K)
-    K, L = (mask * K).fill_diagonal_(0), (mask * L).fill_diagonal_(0)
-    trace = (K * L.T).sum()
-    outer = K.sum() * L.sum() / ((n - 1) * (n - 2))
-    mixed = 2 * (K.sum(dim=0) @ L.sum(dim=1)) / (n - 2)
-    return ((trace + outer - mixed) / (n * (n - 3))).item()
+@dataclass(frozen=True)
+class CycleKNN(_Neighbours):
+    """Share of samples i that come back: i is an X-neighbour of one of i's Y-neighbours.
+
+    Attributes:
+        k: neighbours, in [1, n-1].
+    """
+
+    name: ClassVar[str] = "cycle_knn"
+    k: int = 10
+
+    def pair(self, a, b):
+        samples = torch.arange(len(a), device=a.device)
+        back = (a[b] == samples[:, None, None]).flatten(1).any(dim=1)
+        return float(back.sum()) / len(a)
 
 
+@dataclass(frozen=True)
+class CKNNA(_Neighbours):
+    """CKA on the pairs that are neighbours in both, by HSIC₁ of the masked Gram matrices.
+
+    sim(K, L) = HSIC₁(M∘K, M∘L) with M = M_K∘M_L, the masks holding for each row the k largest
+    uncentred inner products, itself left out; the score is sim(K, L)/√(sim(K, K) sim(L, L)). The
+    masks are not symmetric, and neither is the score. Its mean over unrelated data is positive.
+
+    Attributes:
+        k: neighbours, in [2, n-1].
+    """
+
+    name: ClassVar[str] = "cknna"
+    k: int = 10
+    least_k: ClassVar[int] = 2
+
+    def side(self, X):
+        gram = X @ X.T
+        mask = neighbour_mask(nearest(gram, self.k))
+        self_term = hsic_unbiased(mask * gram, mask * gram)
+        if self_term <= 0:
+            raise ValueError(f"k = {self.k} gives a self-similarity of {self_term:.3g} <= 0")
+        return gram * mask / math.sqrt(self_term), mask
+
+    def take(self, side, perm):
+        return tuple(t[perm][:, perm] for t in side)
+
+    def pair(self, a, b):
+        (K, in_x), (L, in_y) = a, b
+        return hsic_unbiased(K * in_y, L * in_x)
+
+
+@dataclass(frozen=True)
 class CCAMean(Metric):
-    """Mean canonical correlation over the smaller rank."""
+    """Mean canonical correlation over min(rank X, rank Y) directions."""
 
-    name = "cca_mean"
+    name: ClassVar[str] = "cca_mean"
 
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        return left_basis(X)
+    def side(self, X):
+        return (_left_singular(X)[0],)
 
-    def paired(self, x: torch.Tensor, y: torch.Tensor, perm: torch.Tensor) -> float:
-        return _canonical(x, y[perm.to(y.device)]).mean().item()
-
-
-def _canonical(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Canonical correlations of two orthonormal bases, at most 1, largest first."""
-    return torch.linalg.svdvals(x.T @ y).clamp_max(1.0)
+    def pair(self, a, b):
+        return float(torch.linalg.svdvals(a[0].T @ b[0]).clamp(max=1.0).mean())
 
 
+@dataclass(frozen=True)
 class SVCCA(CCAMean):
-    """Mean canonical correlation of the principal components that carry ``var`` of the variance."""
+    """`cca_mean` of the leading principal components that carry ``var`` of the variance.
 
-    name = "svcca"
+    Attributes:
+        var: share of the variance to keep, in (0, 1].
+    """
 
-    def __init__(self, var: float = 0.99):
-        if not 0 < var <= 1:
-            raise ValueError(f"var must be in (0, 1]: got {var}")
-        self.var = var
+    name: ClassVar[str] = "svcca"
+    var: float = 0.99
 
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        U, S, _ = torch.linalg.svd(centre(X), full_matrices=False)
-        if S[0] <= 1e-13 * torch.linalg.vector_norm(X):
-            raise ValueError("zero variance: the representation does not vary over the samples")
-        share = torch.cumsum(S**2, dim=0) / (S**2).sum()
-        keep = int((share < self.var - 1e-12).sum()) + 1
-        return U[:, :keep][:, S[:keep] > 1e-10 * S[0]]
+    def __post_init__(self):
+        if not 0 < self.var <= 1:
+            raise ValueError(f"var must be in (0, 1]: got {self.var}")
+
+    def side(self, X):
+        U, S = _left_singular(X)
+        share = (S**2).cumsum(0) / (S**2).sum()
+        kept = int((share < self.var - 1e-12).sum()) + 1
+        return (U[:, :kept],)
 
 
+@dataclass(frozen=True)
 class PWCCA(Metric):
-    """Canonical correlations weighted by how much of X each canonical variate accounts for."""
+    """Canonical correlations weighted by how much of X each canonical variate of X carries.
 
-    name = "pwcca"
+    Σ α_i ρ_i / Σ α_i with α_i = Σ_j |⟨h_i, x_j⟩|, h_i the canonical variates of X and x_j its
+    centred columns. Not symmetric in X and Y.
+    """
 
-    def side(self, X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return left_basis(X), centre(X)
+    name: ClassVar[str] = "pwcca"
 
-    def paired(self, x, y, perm: torch.Tensor) -> float:
-        (basis_x, features), (basis_y, _) = x, y
-        left, rho, _ = torch.linalg.svd(basis_x.T @ basis_y[perm.to(basis_y.device)])
-        variates = basis_x @ left[:, : len(rho)]
-        weights = (variates.T @ features).abs().sum(dim=1)
-        return ((weights * rho.clamp_max(1.0)).sum() / weights.sum()).item()
+    def side(self, X):
+        U, _ = _left_singular(X)
+        # h_i = U w_i, so that ⟨h_i, x_j⟩ needs of X only Uᵀ X
+        return U, U.T @ centre(X)
+
+    def take(self, side, perm):
+        return side[0][perm], side[1]
+
+    def pair(self, a, b):
+        W, rho, _ = torch.linalg.svd(a[0].T @ b[0], full_matrices=False)
+        alpha = (W.T @ a[1]).abs().sum(dim=1)
+        return float((alpha * rho.clamp(max=1.0)).sum() / alpha.sum())
 
 
+@dataclass(frozen=True)
 class Procrustes(Metric):
-    """One minus the distance of Y to X after the best rotation and no scaling, over |Y|."""
+    """1 - (distance of Y to the best rotation of X)/‖Y‖, both centred; may be negative.
 
-    name = "procrustes"
+    1 - √(‖X_c‖² + ‖Y_c‖² - 2‖X_cᵀY_c‖_*)/‖Y_c‖. Scale matters, and X and Y are not exchangeable.
+    """
 
-    def side(self, X: torch.Tensor) -> torch.Tensor:
-        centred = centre(X)
-        if torch.linalg.vector_norm(centred) <= 1e-13 * torch.linalg.vector_norm(X):
-            raise ValueError("zero variance: the representation does not vary over the samples")
-        return centred
+    name: ClassVar[str] = "procrustes"
 
-    def paired(self, x: torch.Tensor, y: torch.Tensor, perm: torch.Tensor) -> float:
-        nuclear = torch.linalg.svdvals(x.T @ y[perm.to(y.device)]).sum()
-        norm_y = torch.linalg.vector_norm(y)
-        squared = torch.linalg.vector_norm(x) ** 2 + norm_y**2 - 2 * nuclear
-        return (1 - squared.clamp_min(0).sqrt() / norm_y).item()
+    def side(self, X):
+        X = centre(X)
+        if X.shape[1] > len(X):
+            # a rotation of the features, which changes nothing: U S holds all of it
+            U, S = _left_singular(X)
+            X = U * S
+        return (X,)
 
-
-def _positive(name: str, value: int) -> int:
-    if int(value) != value or value < 1:
-        raise ValueError(f"{name} must be a positive whole number: got {value}")
-    return int(value)
+    def pair(self, a, b):
+        X, Y = a[0], b[0]
+        nuclear = torch.linalg.svdvals(X.T @ Y).sum()
+        squared = X.square().sum() + Y.square().sum() - 2 * nuclear
+        return float(1 - squared.clamp(min=0.0).sqrt() / Y.norm())
 
 
 METRICS: dict[str, type[Metric]] = {
@@ -411,7 +540,7 @@ METRICS: dict[str, type[Metric]] = {
     for cls in (
         CKALinear,
         CKAUnbiased,
-        CKARBF,
+        CKARbf,
         MutualKNN,
         CycleKNN,
         CKNNA,
@@ -422,148 +551,191 @@ METRICS: dict[str, type[Metric]] = {
         Procrustes,
     )
 }
+"""Every metric that row permutations calibrate, by name."""
 
 
 def metric(name: str, **params: float) -> Metric:
-    """The metric called ``name``; ``params`` are its own (``k``, ``sigma_frac``, ``var``).
+    """The metric called ``name``, with its parameters.
+
+    Args:
+        name: a key of `METRICS`.
+        params: ``k`` of the neighbour metrics (default 10), ``sigma_frac`` of ``cka_rbf`` (1.0),
+            ``var`` of ``svcca`` (0.99).
 
     Raises:
-        ValueError: no such metric, or a parameter that it does not take.
+        ValueError: no such metric, a parameter that it does not have, or a bad value.
     """
+    if name == "local_distance_agreement":
+        raise ValueError(
+            "name must not be 'local_distance_agreement': permuting rows leaves it almost no "
+            "shared neighbours to compare. Use local_distance_test"
+        )
     if name not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}: got {name!r}")
-    try:
-        return METRICS[name](**params)
-    except TypeError:
-        raise ValueError(f"metric {name} does not take {', '.join(params)}") from None
+        raise ValueError(f"name must be one of {', '.join(METRICS)}: got {name!r}")
+    known = inspect.signature(METRICS[name]).parameters
+    for param in params:
+        if param not in known:
+            has = ", ".join(known) or "none"
+            raise ValueError(f"{param} is no parameter of {name}, which has: {has}")
+    return METRICS[name](**params)
 
 
-# The scores as functions
+# --------------------------------------------------------------------------------------------
+# The same scores as functions
 
 
 def cka_linear(X: object, Y: object) -> float:
-    """Linear CKA, by features when they are fewer than the samples, else by Grams.
+    """Linear centred kernel alignment (Kornblith et al. 2019), in [0, 1].
 
-    X (n, d_x), Y (n, d_y). Kornblith et al. (2019).
+    ⟨K_c, L_c⟩/(‖K_c‖‖L_c‖) with K = XXᵀ, L = YYᵀ. Where both widths are below n it is computed
+    as ‖Y_cᵀX_c‖²/(‖X_cᵀX_c‖‖Y_cᵀY_c‖), which is the same number from smaller matrices.
+
+    Args:
+        X: (n, d_x) tensor or array, n >= 4.
+        Y: (n, d_y).
+
+    Raises:
+        ValueError: bad input; "zero variance" when all rows of one are equal.
     """
     X, Y = as_pair(X, Y)
     if max(X.shape[1], Y.shape[1]) >= len(X):
-        return metric("cka_linear").raw(X, Y)
-    norm = torch.linalg.vector_norm
-    x, y = centre(X), centre(Y)
-    own = [norm(c.T @ c).item() for c in (x, y)]
-    for value, whole in zip(own, (X, Y), strict=True):
-        if value <= 1e-13 * norm(whole).item() ** 2:
-            raise ValueError("zero variance: the representation does not vary over the samples")
-    return norm(y.T @ x).item() ** 2 / (own[0] * own[1])
+        return CKALinear().raw(X, Y)
+    X, Y = centre(X), centre(Y)
+    cross = (Y.T @ X).square().sum()
+    return float(cross / ((X.T @ X).norm() * (Y.T @ Y).norm()))
 
 
 def cka_unbiased(X: object, Y: object) -> float:
-    """CKA of the unbiased HSIC₁ (Song et al. 2012): zero in the mean for unrelated data."""
-    return metric("cka_unbiased").raw(X, Y)
+    """CKA from the unbiased HSIC₁: near 0 for unrelated data, may be negative, at most 1.
+
+    HSIC₁(K, L)/√(HSIC₁(K, K) HSIC₁(L, L)). X: (n, d_x), Y: (n, d_y), n >= 4. ValueError as in
+    `cka_linear`.
+    """
+    return CKAUnbiased().raw(X, Y)
 
 
 def cka_rbf(X: object, Y: object, *, sigma_frac: float = 1.0) -> float:
-    """CKA of Gaussian Grams; a width below a neighbourhood's size compares local distances."""
-    return metric("cka_rbf", sigma_frac=sigma_frac).raw(X, Y)
+    """CKA with a Gaussian kernel, its bandwidth ``sigma_frac`` times the median distance.
+
+    X: (n, d_x), Y: (n, d_y), n >= 4. ValueError also when the median distance is 0.
+    """
+    return CKARbf(sigma_frac=sigma_frac).raw(X, Y)
 
 
 def mutual_knn(X: object, Y: object, *, k: int = 10) -> float:
-    """Mean share of the k cosine neighbours that both sides name (Huh et al. 2024)."""
-    return metric("mutual_knn", k=k).raw(X, Y)
+    """Mean share of common cosine neighbours (Huh et al. 2024), in [0, 1].
+
+    X: (n, d_x), Y: (n, d_y); ``k`` in [1, n-1]. Ties go to the lower index.
+    """
+    return MutualKNN(k=k).raw(X, Y)
 
 
 def cycle_knn(X: object, Y: object, *, k: int = 10) -> float:
-    """Share of points i with i among the X-neighbours of its Y-neighbours."""
-    return metric("cycle_knn", k=k).raw(X, Y)
+    """Share of samples i with i ∈ ∪_{j ∈ N_Y(i)} N_X(j), in [0, 1]. Not symmetric."""
+    return CycleKNN(k=k).raw(X, Y)
 
 
 def cknna(X: object, Y: object, *, k: int = 10) -> float:
-    """HSIC₁ over pairs that are neighbours on both sides, over the sides' own terms."""
-    return metric("cknna", k=k).raw(X, Y)
+    """Centred kernel nearest-neighbour alignment (Huh et al. 2024); ``k`` in [2, n-1]."""
+    return CKNNA(k=k).raw(X, Y)
 
 
 def rsa(X: object, Y: object) -> float:
-    """Representational similarity analysis: Spearman correlation of the distances."""
-    return metric("rsa").raw(X, Y)
+    """Representational similarity analysis: Spearman correlation of the distances, in [-1, 1]."""
+    return RSA().raw(X, Y)
 
 
 def cca_mean(X: object, Y: object) -> float:
-    """Mean canonical correlation."""
-    return metric("cca_mean").raw(X, Y)
+    """Mean canonical correlation, in [0, 1]; it is 1 for any data once a rank reaches n-1."""
+    return CCAMean().raw(X, Y)
 
 
 def svcca(X: object, Y: object, *, var: float = 0.99) -> float:
-    """Singular-vector CCA (Raghu et al. 2017)."""
-    return metric("svcca", var=var).raw(X, Y)
+    """Mean canonical correlation of the components that carry ``var`` of the variance."""
+    return SVCCA(var=var).raw(X, Y)
 
 
 def pwcca(X: object, Y: object) -> float:
-    """Projection-weighted CCA (Morcos et al. 2018)."""
-    return metric("pwcca").raw(X, Y)
+    """Projection-weighted canonical correlation, weighted by the columns of X, in [0, 1]."""
+    return PWCCA().raw(X, Y)
 
 
 def procrustes(X: object, Y: object) -> float:
-    """One minus the orthogonal Procrustes distance over |Y|; sides of unequal width are allowed."""
-    return metric("procrustes").raw(X, Y)
+    """1 - relative distance after the best rotation of X onto Y; at most 1."""
+    return Procrustes().raw(X, Y)
+
+
+# --------------------------------------------------------------------------------------------
+# Local distances, and closed forms under the null
 
 
 class SharedPairs(NamedTuple):
-    """Pairs of points that are neighbours on both sides, with their distances.
+    """Distances over the pairs that are neighbours in both representations.
 
     Attributes:
-        i, j: (n_pairs,) the points, i < j.
-        x, y: (n_pairs,) the distances of each pair on each side.
+        x: (n_pairs,) float64 distances in X.
+        y: (n_pairs,) the same pairs in Y.
     """
 
-    i: torch.Tensor
-    j: torch.Tensor
     x: torch.Tensor
     y: torch.Tensor
 
 
-def shared_pairs(X: object, Y: object, *, k: int = 10) -> SharedPairs:
-    """The unordered pairs of which some directed edge stands in both cosine kNN graphs."""
+def shared_neighbour_distances(X: object, Y: object, *, k: int) -> SharedPairs:
+    """Euclidean distances of the unordered pairs joined by one directed edge in both kNN graphs.
+
+    X: (n, d_x), Y: (n, d_y); cosine neighbours, ``k`` in [1, n-1].
+    """
     X, Y = as_pair(X, Y)
-    both = (knn_mask(knn(X, k)) * knn_mask(knn(Y, k))) > 0
-    i, j = torch.nonzero(torch.triu(both | both.T, diagonal=1), as_tuple=True)
-    return SharedPairs(i, j, *(torch.linalg.vector_norm(Z[i] - Z[j], dim=1) for Z in (X, Y)))
+    both = neighbour_mask(knn_indices(X, k)) * neighbour_mask(knn_indices(Y, k))
+    i, j = torch.nonzero(torch.triu(both + both.T), as_tuple=True)
+    return SharedPairs((X[i] - X[j]).norm(dim=1), (Y[i] - Y[j]).norm(dim=1))
 
 
 def local_distance_agreement(X: object, Y: object, *, k: int = 10) -> float:
-    """Spearman correlation of distances over the pairs that are neighbours on both sides.
+    """Spearman correlation of the distances over the neighbour pairs that X and Y share.
 
-    Nan with fewer than 10 such pairs. Its null is no row permutation (a permuted side shares next
-    to no pair): permute the distances over the fixed pairs instead.
+    This book's own score: it asks whether neighbours agree on how far apart they are, given that
+    they agree on who is a neighbour. Do not calibrate it by permuting rows; see
+    `shared_neighbour_distances` and the test built on it.
+
+    Returns:
+        The correlation; nan with fewer than 10 shared pairs, or when all distances are equal.
     """
-    from scipy.stats import spearmanr
+    return distance_correlation(shared_neighbour_distances(X, Y, k=k))
 
-    pairs = shared_pairs(X, Y, k=k)
-    if len(pairs.i) < 10:
+
+def distance_correlation(pairs: SharedPairs) -> float:
+    """Spearman correlation of the two columns; nan with fewer than 10 pairs or a constant one."""
+    x, y = (t.cpu().numpy() for t in pairs)
+    if len(x) < 10 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
-    return float(spearmanr(pairs.x.cpu().numpy(), pairs.y.cpu().numpy()).statistic)
-
-
-# Closed forms under the null
+    return float(spearmanr(x, y).statistic)
 
 
 def expected_null_cka(X: object, Y: object) -> float:
-    """The exact mean of linear CKA over all permutations of the rows of Y.
+    r"""The exact mean of linear CKA over all permutations of the rows of Y.
 
-    tr K tr L / ((n-1) |K| |L|) for centred Grams K, L, since the permutation average of P L Pᵀ is
-    the matrix with constant diagonal and constant off-diagonal of the same trace.
+    E_π⟨K_c, P L_c Pᵀ⟩ = tr(K_c) tr(L_c)/(n-1), because P L_c Pᵀ averages to the multiple of H
+    that has the same trace; divide by the norms, which no permutation changes. For independent
+    Gaussian features of width d it is about d/(n + d).
+
+    X: (n, d_x), Y: (n, d_y). ValueError as in `cka_linear`.
     """
     X, Y = as_pair(X, Y)
-    grams = [c @ c.T for c in (centre(X), centre(Y))]
-    trace = math.prod(g.trace().item() for g in grams)
-    norm = math.prod(torch.linalg.vector_norm(g).item() for g in grams)
-    if norm == 0:
-        raise ValueError("zero variance: the representation does not vary over the samples")
-    return trace / ((len(X) - 1) * norm)
+    K, L = (Z @ Z.T for Z in (centre(X), centre(Y)))
+    return float(K.trace() * L.trace() / ((len(X) - 1) * K.norm() * L.norm()))
 
 
 def expected_null_mknn(n: int, k: int) -> float:
-    """The exact mean of mutual kNN over all permutations: k / (n - 1)."""
-    if not 1 <= k <= n - 1:
-        raise ValueError(f"k must be in 1..{n - 1}: got {k}")
+    """The exact mean of mutual kNN over all permutations: k/(n-1).
+
+    Each of the k neighbours of a sample is, under a random pairing, any of the n-1 others.
+
+    Raises:
+        ValueError: n < 4 or k outside [1, n-1].
+    """
+    if n < 4:
+        raise ValueError(f"n must be at least 4: got {n}")
+    _check_k(k, n)
     return k / (n - 1)
