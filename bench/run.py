@@ -82,11 +82,11 @@ def calibrated_mknn() -> Row:
     from sklearn.neighbors import NearestNeighbors
 
     from icmllab.toolbox.similarity import metric
-    from icmllab.toolbox.two_sample import random_permutations
+    from icmllab.toolbox.two_sample import draw_permutations
 
     rng = np.random.default_rng(0)
     X, Y = rng.normal(size=(2, 512, 64))
-    perms = random_permutations(512, 99, generator=torch.Generator().manual_seed(0))
+    perms = draw_permutations(512, 99, generator=torch.Generator().manual_seed(0))
     chosen = metric("mutual_knn", k=10)
 
     def ours():
@@ -128,9 +128,10 @@ def optimizer_step() -> list[Row]:
         theirs = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
         def step_theirs(others=others, kept=kept, theirs=theirs, power=power):
-            for p, grad in zip(others, kept, strict=True):
-                p.grad.copy_(grad)
-            sign_power_(others, power)
+            if power != 1.0:  # the power works in place: give it fresh gradients
+                for p, grad in zip(others, kept, strict=True):
+                    p.grad.copy_(grad)
+                sign_power_(others, power)
             theirs.step()
 
         times = race(ours.step, step_theirs)
