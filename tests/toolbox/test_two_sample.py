@@ -126,8 +126,16 @@ def test_score_is_the_share_of_the_way_from_threshold_to_upper_end():
 
 
 def test_rank_of_the_threshold_does_not_overshoot_in_floating_point():
-    # (1 - 0.05) · 40 is 38.00000000000001 or 38, depending on the order of the operations
-    for n_perm, alpha in ((19, 0.05), (39, 0.05), (59, 0.05), (199, 0.05), (99, 0.1), (9, 0.3)):
+    # (1 - 0.45) · 100 is 55.00000000000001 in floating point
+    for n_perm, alpha in (
+        (19, 0.05),
+        (39, 0.05),
+        (59, 0.05),
+        (199, 0.05),
+        (99, 0.1),
+        (9, 0.3),
+        (99, 0.45),
+    ):
         scores = np.arange(1, n_perm + 2, dtype=float)
         rank = round((1 - alpha) * (n_perm + 1))
         assert permutation_test(scores[-1], scores[:-1], alpha=alpha, s_max=None).tau == rank
