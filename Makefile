@@ -8,6 +8,7 @@ SEEDS ?= 20
 THREADS ?= 1 2
 PRESET ?= quick
 WORKERS ?= 2
+SEED ?= 0
 export PYTHONHASHSEED := 0
 
 .DEFAULT_GOAL := help
@@ -46,8 +47,8 @@ check: setup ## lint, formatting and notebooks in step with their sources
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --check --quiet .
 	@$(PY) -m icmllab sync --check
 
-run: setup ## execute a chapter and print its claims (CHAPTER=part/slug [PRESET=full])
-	@$(PY) -m icmllab run "$(CHAPTER)" --preset "$(PRESET)"
+run: setup ## execute a chapter and print its claims (CHAPTER=part/slug [PRESET=full] [SEED=0])
+	@$(PY) -m icmllab run "$(CHAPTER)" --preset "$(PRESET)" --seed "$(SEED)"
 
 book: setup ## build the book as HTML in _build/html, warnings being errors
 	@echo "icmllab: building the book"
@@ -60,7 +61,7 @@ serve: book ## build the book and serve it (PORT=8000)
 	@$(PY) -m http.server "$(PORT)" --bind "$(HOST)" --directory _build/html
 
 stress: setup ## a chapter's claims over seeds and thread counts (CHAPTER=part/slug [SEEDS=20])
-	@$(PY) -m icmllab stress "$(CHAPTER)" --seeds "$(SEEDS)" --threads $(THREADS)
+	@$(PY) -m icmllab stress "$(CHAPTER)" --seeds "$(SEEDS)" --threads $(THREADS) $(if $(filter command line,$(origin WORKERS)),--workers $(WORKERS))
 
 results: setup ## compute a chapter's shipped results anew (CHAPTER=part/slug)
 	@$(PY) -m icmllab results "$(CHAPTER)"
