@@ -39,7 +39,7 @@ def fake_python(folder: Path, version: str, *, venv: bool = True) -> str:
     path.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
-        f"*version_info*) [ {major} -eq 3 ] && [ {minor} -ge 11 ] && [ {minor} -le 13 ]; exit $?;;\n"
+        f"*version_info*) [ {major} = 3 ] && [ {minor} -ge 11 ] && [ {minor} -le 13 ]; exit;;\n"
         f"*ensurepip*) exit {0 if venv else 1};;\n"
         f"*) echo 'Python {version}';;\nesac\n"
     )
