@@ -6,7 +6,6 @@ with outputs). Everything here works on these pairs; the command line is ``pytho
 
 import ast
 import base64
-import copy
 import difflib
 import hashlib
 import io
@@ -15,7 +14,6 @@ import json
 import os
 import platform
 import re
-import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -337,19 +335,9 @@ def write_notebook(path: Path, nb) -> None:
     """Write ``nb`` to ``path`` in one step."""
     import nbformat
 
-    nb = copy.deepcopy(nb)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            nbformat.write(nb, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(part, 0o644)
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+    from icmllab.notebook.sweep import write_text
+
+    write_text(path, nbformat.writes(nb) + "\n")
 
 
 def stale_reason(name: str) -> str | None:
