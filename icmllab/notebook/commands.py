@@ -117,7 +117,7 @@ def stress(args: argparse.Namespace) -> int:
     width = max((len(row.text) for row in table), default=10)
     print(f"{'claim':<{width}}  {'criterion':<24}  {'holds':>7}  {'worst':>12}  worst at seed")
     for row in table:
-        share = f"{row.held}/{row.total}"
+        share = "–" if row.reported else f"{row.held}/{row.total}"
         note = "" if row.enough else f"  ← {row.note}"
         print(
             f"{row.text:<{width}}  {row.criterion:<24}  {share:>7}  {row.worst!s:>12}  "

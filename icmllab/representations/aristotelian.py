@@ -43,13 +43,13 @@ from icmllab.toolbox.two_sample import (
     Discoveries,
     calibrate,
     calibrate_layers,
-    check_alpha,
+    calibrated,
     check_layers,
+    choose_permutations,
     draw_permutations,
     fdr_bh,
     layer_scores,
     permutation_test,
-    snap_ties,
 )
 
 __all__ = [
@@ -356,7 +356,8 @@ def calibrate_matrix(
     alpha: float = 0.05,
     s_max: float | None = 1.0,
     generator: torch.Generator | None = None,
-    perms: torch.Tensor | None = None,
+    perms: object = None,
+    block: object = None,
 ) -> LayerMatrix:
     """Calibrate each pair of layers by itself.
 
@@ -368,21 +369,20 @@ def calibrate_matrix(
         Xs: L_A feature matrices (n, d_i).
         Ys: L_B feature matrices (n, d_j).
         metric: a name, a `Metric` or a callable, as in `calibrate`; so are the other arguments.
+
+    Raises:
+        ValueError: as in `calibrate_layers`.
     """
     Xs, Ys = check_layers(Xs, Ys)
-    n = len(Xs[0])
-    if perms is None:
-        check_alpha(alpha, n_perm)
-        perms = draw_permutations(n, n_perm, generator=generator)
-    perms = torch.cat([torch.arange(n)[None], perms.cpu()]).to(Xs[0].device)
+    perms = choose_permutations(
+        len(Xs[0]), n_perm=n_perm, alpha=alpha, generator=generator, perms=perms, block=block
+    ).to(Xs[0].device)
     scores = layer_scores(Xs, Ys, metric, perms)
     score, p_value = torch.empty(2, len(Xs), len(Ys), dtype=torch.float64)
     for i in range(len(Xs)):
         for j in range(len(Ys)):
-            observed = float(scores[i, j, 0])
-            null = snap_ties(observed, scores[i, j, 1:])
-            test = permutation_test(observed, null, alpha=alpha, s_max=s_max)
-            score[i, j], p_value[i, j] = test.score, test.p_value
+            found = calibrated(scores[i, j], alpha=alpha, s_max=s_max)
+            score[i, j], p_value[i, j] = found.score, found.p_value
     return LayerMatrix(scores[:, :, 0].clone(), score, p_value)
 
 
@@ -503,10 +503,11 @@ def depth_trial(*, n: int, width: int, n_layers: int, n_perm: int, seed: int) ->
     perms = draw_permutations(n, n_perm, generator=generator)
     naive = calibrate_matrix(Xs, Ys, perms=perms)
     aware = calibrate_layers(Xs, Ys, perms=perms)
-    unbiased = layer_scores(Xs, Ys, "cka_unbiased", torch.arange(n)[None])
+    debiased = metric("cka_unbiased")
+    left, right = [debiased.side(X) for X in Xs], [debiased.side(Y) for Y in Ys]
     return {
         "raw_max": aware.raw,
-        "unbiased_max": float(unbiased.max()),
+        "unbiased_max": max(debiased.pair(a, b) for a in left for b in right),
         "naive_rejects": float(naive.score.max() > 0),
         "aware_rejects": float(aware.score > 0),
     }

@@ -73,8 +73,8 @@ def _check_k(k: int, n: int, *, least: int = 1) -> None:
         raise ValueError(f"k must be a whole number in [{least}, n-1 = {n - 1}]: got {k}")
 
 
-def _zero_variance(name: str = "a representation") -> ValueError:
-    return ValueError(f"zero variance: {name} is the same for every sample, no score exists")
+def _zero_variance() -> ValueError:
+    return ValueError("zero variance: no variation left after centring, so no score exists")
 
 
 # --------------------------------------------------------------------------------------------
@@ -156,18 +156,41 @@ def nearest(similarity: torch.Tensor, k: int) -> torch.Tensor:
         (n, k) int64, most similar first.
     """
     _check_k(k, len(similarity))
-    scale = similarity.abs().max().clamp(min=1e-300)
-    # Equal pairs can differ in the last bits of a matrix product; 1e-12 of the largest is a tie.
-    rounded = (similarity / scale * 1e12).round()
-    rounded.fill_diagonal_(-math.inf)
-    order = torch.sort(rounded, dim=1, descending=True, stable=True).indices
+    order = torch.sort(_rounded(similarity), dim=1, descending=True, stable=True).indices
     return order[:, :k].contiguous()
+
+
+def ties_at_the_cut(similarity: torch.Tensor, k: int) -> bool:
+    """Whether in some row the k-th and the (k+1)-th most similar column tie.
+
+    Only then does the order of the columns decide who is a neighbour. Arguments as in `nearest`.
+    """
+    n = len(similarity)
+    _check_k(k, n)
+    if k == n - 1:  # all others are neighbours
+        return False
+    top = _rounded(similarity).topk(k + 1, dim=1).values
+    return bool((top[:, k - 1] == top[:, k]).any())
+
+
+def _rounded(similarity: torch.Tensor) -> torch.Tensor:
+    """Similarities in steps of 1e-12 of the largest, a sample's own at -∞.
+
+    Equal pairs can differ in the last bits of a matrix product; after rounding they tie.
+    """
+    scale = similarity.abs().max().clamp(min=1e-300)
+    return (similarity / scale * 1e12).round().fill_diagonal_(-math.inf)
+
+
+def cosines(X: torch.Tensor) -> torch.Tensor:
+    """Cosine of every two rows, (n, n); a row of zeros is at 0 to all."""
+    unit = X / X.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return unit @ unit.T
 
 
 def knn_indices(X: torch.Tensor, k: int) -> torch.Tensor:
     """Cosine neighbours of each row, (n, k) int64; a row of zeros is at similarity 0 to all."""
-    unit = X / X.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    return nearest(unit @ unit.T, k)
+    return nearest(cosines(X), k)
 
 
 def neighbour_mask(indices: torch.Tensor) -> torch.Tensor:
@@ -209,11 +232,9 @@ class Metric:
 
     Attributes:
         name: the name under which `metric` finds it.
-        s_max: upper end of the score.
     """
 
     name: ClassVar[str]
-    s_max: ClassVar[float] = 1.0
 
     def side(self, X: torch.Tensor) -> Any:
         """What the score needs of X: (n, d) float64, already checked."""
@@ -240,10 +261,20 @@ class Metric:
         X, Y = as_pair(X, Y)
         return self.pair(self.side(X), self.side(Y))
 
-    def prepare(self, X: object, Y: object) -> Prepared:
-        """Everything that the score needs of X and Y, computed once."""
+    def partner(self, Y: torch.Tensor, order: torch.Tensor | None = None) -> Any:
+        """The side of Y for a permutation test: like `side`, which looks at no order by default.
+
+        Args:
+            Y: (n, d) float64, already checked.
+            order: a permutation of 0..n-1 by which a score that must choose among ties breaks
+                those of Y; None leaves them to the lower index.
+        """
+        return self.side(Y)
+
+    def prepare(self, X: object, Y: object, *, order: torch.Tensor | None = None) -> Prepared:
+        """Everything that the score needs of X and Y, computed once; ``order`` as in `partner`."""
         X, Y = as_pair(X, Y)
-        return Prepared(self.side(X), self.side(Y))
+        return Prepared(self.side(X), self.partner(Y, order))
 
     def null(self, prepared: Prepared, perms: torch.Tensor) -> torch.Tensor:
         """The scores of X and Y[perm], one for each row of ``perms``: (B, n) → (B,) float64."""
@@ -264,15 +295,21 @@ class _Bilinear(Metric):
     """
 
     def gram(self, X: torch.Tensor) -> torch.Tensor:
-        """The symmetric, centred matrix that stands for X."""
+        """The symmetric matrix that stands for X, not yet centred."""
+        raise NotImplementedError
+
+    def centred(self, K: torch.Tensor) -> torch.Tensor:
+        """The matrix of `gram`, centred."""
         raise NotImplementedError
 
     def side(self, X):
         K = self.gram(X)
-        norm = K.norm()
-        if norm == 0:
+        centred = self.centred(K)
+        norm = centred.norm()
+        # equal entries leave rounding noise behind, which must not be scaled up to a score
+        if norm <= 1e-12 * K.norm():
             raise _zero_variance()
-        return K / norm
+        return centred / norm
 
     def pair(self, a, b):
         return float((a * b).sum())
@@ -306,6 +343,9 @@ class CKALinear(_Bilinear):
         X = centre(X)
         return X @ X.T
 
+    def centred(self, K):
+        return K  # the features are
+
 
 @dataclass(frozen=True)
 class CKAUnbiased(_Bilinear):
@@ -316,7 +356,10 @@ class CKAUnbiased(_Bilinear):
     def gram(self, X):
         # HSIC₁ does not see the mean of the features; without it nothing cancels in the sums.
         X = centre(X)
-        return u_centre(X @ X.T)
+        return X @ X.T
+
+    def centred(self, K):
+        return u_centre(K)
 
 
 @dataclass(frozen=True)
@@ -345,7 +388,10 @@ class CKARbf(_Bilinear):
                 "sigma_frac scales the median squared distance, which is 0: half of the pairs "
                 "of samples coincide"
             )
-        return centre_gram(torch.exp(-D / (2 * self.sigma_frac**2 * median)))
+        return torch.exp(-D / (2 * self.sigma_frac**2 * median))
+
+    def centred(self, K):
+        return centre_gram(K)
 
 
 @dataclass(frozen=True)
@@ -356,17 +402,32 @@ class RSA(_Bilinear):
 
     def gram(self, X):
         n = len(X)
-        # differences, not inner products: equal distances then tie exactly
-        D = torch.cdist(X, X, compute_mode="donot_use_mm_for_euclid_dist")
         i, j = torch.triu_indices(n, n, 1, device=X.device)
-        ranks = torch.as_tensor(rankdata(D[i, j].cpu().numpy()), device=X.device)
+        D = squared_distances(X)[i, j].sqrt()
+        if D.min() < 0.5 * D.max():
+            # an inner product loses the digits of a small distance, so take differences there
+            D = torch.cdist(X, X, compute_mode="donot_use_mm_for_euclid_dist")[i, j]
+        # Equal distances can differ in the last bits; 40 of the 53 bits decide the rank.
+        mantissa, exponent = torch.frexp(D)
+        D = torch.ldexp((mantissa * 2.0**40).round(), exponent)
+        ranks = torch.as_tensor(rankdata(D.cpu().numpy()), device=X.device)
         out = torch.zeros(n, n, dtype=torch.float64, device=X.device)
-        out[i, j] = out[j, i] = ranks - ranks.mean()
+        out[i, j] = out[j, i] = ranks
         return out
+
+    def centred(self, K):
+        n = len(K)
+        return (K - K.sum() / (n * (n - 1))).fill_diagonal_(0.0)
 
 
 class _Neighbours(Metric):
-    """Scores of two neighbour lists (n, k); a permutation only renames one of them."""
+    """Scores of two neighbour lists (n, k); a permutation only renames one of them.
+
+    Ties go to the lower index. In a permutation test that would tie the two sides to each other:
+    in the observed pairing both prefer the same rows, and after a permutation they no longer do,
+    so that unrelated data with many ties would look related. `partner` therefore breaks the ties
+    of Y by an order of its own, which a permutation carries along with the rows.
+    """
 
     k: int
     least_k: ClassVar[int] = 1
@@ -375,8 +436,18 @@ class _Neighbours(Metric):
         if isinstance(self.k, bool) or self.k != int(self.k) or self.k < self.least_k:
             raise ValueError(f"k must be a whole number >= {self.least_k}: got {self.k}")
 
+    def similarity(self, X: torch.Tensor) -> torch.Tensor:
+        """What neighbours are chosen by, (n, n)."""
+        return cosines(X)
+
     def side(self, X):
-        return knn_indices(X, self.k)
+        return nearest(self.similarity(X), self.k)
+
+    def partner(self, Y, order=None):
+        if order is None or not ties_at_the_cut(self.similarity(Y), self.k):
+            return self.side(Y)
+        order = order.to(Y.device)
+        return self.take(self.side(Y[order]), torch.argsort(order))
 
     def take(self, side, perm):
         # row i of Y[perm] is row perm[i] of Y, and sample j of Y is called perm⁻¹[j] there
@@ -436,8 +507,11 @@ class CKNNA(_Neighbours):
     k: int = 10
     least_k: ClassVar[int] = 2
 
+    def similarity(self, X):
+        return X @ X.T
+
     def side(self, X):
-        gram = X @ X.T
+        gram = self.similarity(X)
         mask = neighbour_mask(nearest(gram, self.k))
         self_term = hsic_unbiased(mask * gram, mask * gram)
         if self_term <= 0:

@@ -6,8 +6,10 @@ over permutations: a p-value that is valid at any sample size, and a threshold �
 the score's zero. Neither depends on what the score is.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -40,10 +42,10 @@ def draw_permutations(
         (n_perm, n) int64.
 
     Raises:
-        ValueError: a size below 1, or ``block`` of another length.
+        ValueError: a size that is no whole number or below 1, or ``block`` of another length.
     """
-    if n < 1 or n_perm < 1:
-        raise ValueError(f"n and n_perm must be at least 1: got n={n}, n_perm={n_perm}")
+    _check_count("n", n)
+    _check_count("n_perm", n_perm)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     noise = torch.rand(n_perm, n, generator=generator, dtype=torch.float64)
@@ -82,6 +84,11 @@ def check_permutations(perms: object, n: int) -> torch.Tensor:
 # From a null sample to p, τ and the calibrated score
 
 
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be at least 1, a whole number: got {value!r}")
+
+
 class PermutationTest(NamedTuple):
     """A score beside its null sample: p-value, threshold, and the score above the threshold."""
 
@@ -94,8 +101,7 @@ def check_alpha(alpha: float, n_perm: int) -> None:
     """ValueError unless a test with ``n_perm`` permutations can reject at ``alpha``."""
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must be in (0, 1): got {alpha}")
-    if n_perm < 1:
-        raise ValueError(f"n_perm must be at least 1: got {n_perm}")
+    _check_count("n_perm", n_perm)
     if alpha * (n_perm + 1) < 1 - 1e-9:
         needed = math.ceil(1 / alpha - 1e-9) - 1
         raise ValueError(
@@ -118,17 +124,17 @@ def permutation_test(
         observed: s₀.
         null: (B,) the scores under permutation.
         alpha: level, in (0, 1), with α(B+1) >= 1.
-        s_max: upper end of the score, > 0; None for a score without one.
+        s_max: upper end of the score, > 0 and finite; None for a score without one.
 
     Raises:
-        ValueError: bad level, no null score, a score that is not finite, or s_max <= 0.
+        ValueError: bad level, no null score, a score that is not finite, or a bad ``s_max``.
     """
     null = np.asarray(null, dtype=np.float64)
     if null.ndim != 1:
         raise ValueError(f"null must be one-dimensional: got shape {null.shape}")
     check_alpha(alpha, len(null))
-    if s_max is not None and not s_max > 0:
-        raise ValueError(f"s_max must be > 0 or None: got {s_max}")
+    if s_max is not None and not 0 < s_max < math.inf:
+        raise ValueError(f"s_max must be > 0 and finite, or None: got {s_max}")
     if not (math.isfinite(observed) and np.isfinite(null).all()):
         raise ValueError("observed and null must be finite: the score is NaN or infinite")
     n_scores = len(null) + 1
@@ -160,7 +166,8 @@ class Calibrated(NamedTuple):
     """A similarity and what permutations say about it.
 
     Attributes:
-        raw: the score of X and Y.
+        raw: the score of X and Y, as it enters the test. A neighbour metric's `Metric.raw` gives
+            the same number unless neighbours in Y tie: those are broken by `tie_order` here.
         score: the calibrated score, 0 where the raw one does not exceed τ.
         p_value: share of permutations, the identity included, with at least the raw score.
         tau: the threshold, the score's new zero.
@@ -215,7 +222,8 @@ def calibrate(
         Y: (n, d_y), the same samples in the same order.
         metric: a name, a `Metric` (for parameters: ``metric("mutual_knn", k=4)``), or a callable
             that takes float64 tensors (X, Y[π]) and returns a float; it is called once for the
-            observed pair and once a permutation.
+            observed pair and once a permutation. A callable must not look at the order of the
+            rows, not even to break ties: the test would be invalid.
         n_perm: B, number of permutations.
         alpha: level of τ; α(B+1) must be at least 1, and is best a whole number.
         s_max: upper end of the score; None for a score without one.
@@ -228,15 +236,18 @@ def calibrate(
         ValueError: bad input; the message names the argument.
     """
     X, Y = as_pair(X, Y)
-    perms = _permutations(len(X), n_perm, alpha, generator, perms, block).to(X.device)
+    perms = choose_permutations(
+        len(X), n_perm=n_perm, alpha=alpha, generator=generator, perms=perms, block=block
+    ).to(X.device)
     found = _resolve(metric)
     if isinstance(found, Metric):
         # the observed score goes through the same sums as the others: the identity comes first
-        scores = found.null(found.prepare(X, Y), _with_identity(perms))
+        prepared = found.prepare(X, Y, order=tie_order(perms))
+        scores = found.null(prepared, with_identity(perms))
     else:
         values = [float(found(X, Y)), *(float(found(X, Y[perm])) for perm in perms)]
         scores = torch.tensor(values, dtype=torch.float64)
-    return _calibrated(scores, alpha, s_max)
+    return calibrated(scores, alpha=alpha, s_max=s_max)
 
 
 def calibrate_layers(
@@ -268,11 +279,13 @@ def calibrate_layers(
         ValueError: an empty list, unequal numbers of rows, or as in `calibrate`.
     """
     Xs, Ys = check_layers(Xs, Ys)
-    perms = _permutations(len(Xs[0]), n_perm, alpha, generator, perms, block).to(Xs[0].device)
-    scores = layer_scores(Xs, Ys, metric, _with_identity(perms))  # (L_A, L_B, 1 + B)
-    totals = aggregate(scores, agg)
+    perms = choose_permutations(
+        len(Xs[0]), n_perm=n_perm, alpha=alpha, generator=generator, perms=perms, block=block
+    ).to(Xs[0].device)
+    scores = layer_scores(Xs, Ys, metric, perms)  # (L_A, L_B, 1 + B)
+    totals = calibrated(aggregate(scores, agg), alpha=alpha, s_max=s_max)
     best = divmod(int(scores[:, :, 0].argmax()), len(Ys))
-    return CalibratedLayers(*_calibrated(totals, alpha, s_max), scores[:, :, 0].clone(), best)
+    return CalibratedLayers(*totals, scores[:, :, 0].clone(), best)
 
 
 def layer_scores(
@@ -281,7 +294,7 @@ def layer_scores(
     metric: str | Metric | Callable,
     perms: torch.Tensor,
 ) -> torch.Tensor:
-    """The scores of every pair of layers under every permutation: (L_A, L_B, B) float64.
+    """The scores of every pair of layers, first observed, then permuted: (L_A, L_B, 1 + B) float64.
 
     Args:
         Xs: checked float64 layers, see `check_layers`.
@@ -291,7 +304,10 @@ def layer_scores(
     """
     found = _resolve(metric)
     if isinstance(found, Metric):
-        return found.null_layers([found.side(X) for X in Xs], [found.side(Y) for Y in Ys], perms)
+        order = tie_order(perms)  # one for all layers, as one permutation is
+        right = [found.partner(Y, order) for Y in Ys]
+        return found.null_layers([found.side(X) for X in Xs], right, with_identity(perms))
+    perms = with_identity(perms)
     out = torch.empty(len(Xs), len(Ys), len(perms), dtype=torch.float64)
     for b, perm in enumerate(perms):
         for j, Y in enumerate(Ys):
@@ -338,8 +354,24 @@ def _resolve(found: str | Metric | Callable) -> Metric | Callable:
     raise ValueError(f"metric must be a name, a Metric or a callable: got {found!r}")
 
 
-def _permutations(n, n_perm, alpha, generator, perms, block) -> torch.Tensor:
-    """The permutations that a call asks for, checked against its level."""
+def choose_permutations(
+    n: int,
+    *,
+    n_perm: int,
+    alpha: float,
+    generator: torch.Generator | None = None,
+    perms: object = None,
+    block: object = None,
+) -> torch.Tensor:
+    """The permutations that a call asks for, checked against its level: (B, n) int64.
+
+    Args:
+        n: number of rows.
+        n_perm: as in `calibrate`, like the arguments that follow; not used when ``perms`` is given.
+
+    Raises:
+        ValueError: as in `calibrate`.
+    """
     if perms is not None:
         if block is not None:
             raise ValueError("block must be None when perms are given: they fix the pairing")
@@ -350,13 +382,25 @@ def _permutations(n, n_perm, alpha, generator, perms, block) -> torch.Tensor:
     return draw_permutations(n, n_perm, generator=generator, block=block)
 
 
-def _with_identity(perms: torch.Tensor) -> torch.Tensor:
+def tie_order(perms: torch.Tensor) -> torch.Tensor:
+    """A random order of the rows, by which a neighbour metric breaks the ties of Y: (n,) int64.
+
+    Its seed is a hash of ``perms``, (B, n) int64: as random as these are, the same for the same
+    ones, and without a draw from the caller's generator. The level holds over that randomness.
+    """
+    digest = hashlib.blake2b(perms.cpu().contiguous().numpy().tobytes(), digest_size=8).digest()
+    source = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randperm(perms.shape[1], generator=source)
+
+
+def with_identity(perms: torch.Tensor) -> torch.Tensor:
+    """The identity, which gives the observed score, and then ``perms``: (1 + B, n)."""
     identity = torch.arange(perms.shape[1], device=perms.device)
     return torch.cat([identity[None], perms])
 
 
-def _calibrated(scores: torch.Tensor, alpha: float, s_max: float | None) -> Calibrated:
-    """From the scores with the observed one first to the calibrated result."""
+def calibrated(scores: torch.Tensor, *, alpha: float, s_max: float | None) -> Calibrated:
+    """The calibrated result from (1 + B,) scores, the observed one first."""
     observed = float(scores[0])
     null = snap_ties(observed, scores[1:])
     test = permutation_test(observed, null, alpha=alpha, s_max=s_max)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icmllab.representations import aristotelian as ari
-from icmllab.toolbox.similarity import knn_indices, metric
+from icmllab.toolbox.similarity import cka_linear, cka_rbf, cka_unbiased, knn_indices, metric
 from icmllab.toolbox.two_sample import calibrate, calibrate_layers, draw_permutations
 
 
@@ -128,6 +128,26 @@ def test_matrix_calibrates_each_pair_as_the_scalar_does():
         assert got == pytest.approx([one.raw, one.score, one.p_value], abs=1e-9)
 
 
+def test_matrix_takes_every_option_as_the_scalar_does():
+    X = layers()[0]
+    Y = 0.7 * X + layers(seed=1)[0]
+    labels = np.arange(40) % 4
+    perms = draw_permutations(40, 39, generator=generator(2), block=labels)
+    for options in (
+        {"alpha": 0.1, "s_max": None, "perms": perms.numpy()},
+        {"alpha": 0.2, "s_max": 0.8, "n_perm": 19, "block": labels},
+    ):
+        one = calibrate(X, Y, "cka_rbf", generator=generator(3), **options)
+        found = ari.calibrate_matrix([X], [Y], "cka_rbf", generator=generator(3), **options)
+        assert one.score > 0
+        got = [float(t[0, 0]) for t in found]
+        assert got == pytest.approx([one.raw, one.score, one.p_value], abs=1e-12)
+    plain = ari.calibrate_matrix([X], [Y], "cka_rbf", perms=perms)
+    assert float(plain.score) != pytest.approx(
+        float(ari.calibrate_matrix([X], [Y], "cka_rbf", perms=perms, alpha=0.5).score)
+    )
+
+
 def test_maximum_of_calibrated_pairs_rejects_too_often_and_the_calibrated_maximum_does_not():
     naive = aware = 0
     for trial in range(60):
@@ -143,6 +163,10 @@ def test_matrix_checks_its_input():
         ari.calibrate_matrix(layers(), layers(), n_perm=9)
     with pytest.raises(ValueError, match="Xs must hold"):
         ari.calibrate_matrix([], layers())
+    with pytest.raises(ValueError, match="row 0 is none"):
+        ari.calibrate_matrix(layers(), layers(), perms=np.zeros((19, 40), dtype=np.int64))
+    with pytest.raises(ValueError, match="block must hold one label a row"):
+        ari.calibrate_matrix(layers(), layers(), block=[0] * 39)
 
 
 def test_baselines_by_their_formulas():
@@ -277,6 +301,53 @@ def test_width_trend_separates_width_from_agreement():
     assert wide["raw"] > narrow["raw"] + 0.2
     assert wide["calibrated"] < 0.05 < 0.2 < narrow["calibrated"]
     assert narrow["p"] == 1 / 40
+
+
+def test_depth_trial_is_the_best_pair_by_raw_and_by_unbiased_cka():
+    out = ari.depth_trial(n=24, width=8, n_layers=3, n_perm=39, seed=5)
+    g = generator(5)
+    pairs = [ari.make_null(24, 8, 8, generator=g) for _ in range(3)]
+    Xs, Ys = zip(*pairs, strict=True)
+    for name, score in (("raw_max", cka_linear), ("unbiased_max", cka_unbiased)):
+        expected = max(score(X, Y) for X in Xs for Y in Ys)
+        assert out[name] == pytest.approx(expected, abs=1e-12)
+    perms = draw_permutations(24, 39, generator=g)
+    naive = max(calibrate(X, Y, perms=perms).score for X in Xs for Y in Ys)
+    assert out["naive_rejects"] == (naive > 0)
+    assert out["aware_rejects"] == (calibrate_layers(Xs, Ys, perms=perms).p_value <= 0.05)
+
+
+def test_neighbourhood_scores_are_those_of_their_metrics():
+    world = {"n": 60, "cluster_size": 5, "d": 4}
+    out = ari.neighbourhood_scores(**world, k=4, n_perm=39, seed=2)
+    g = generator(2)
+    X, Y, _ = ari.make_shared_neighbourhoods(*world.values(), generator=g)
+    perms = draw_permutations(60, 39, generator=g)
+    for key, m in (
+        ("mknn", metric("mutual_knn", k=4)),
+        ("cka", metric("cka_linear")),
+        ("rbf03", metric("cka_rbf", sigma_frac=0.03)),
+        ("rbf2", metric("cka_rbf", sigma_frac=0.2)),
+    ):
+        assert out[key] == pytest.approx(calibrate(X, Y, m, perms=perms).score, abs=1e-12)
+    assert out["rbf03_raw"] == pytest.approx(cka_rbf(X, Y, sigma_frac=0.03), abs=1e-12)
+    local = ari.local_distance_test(X, Y, 4, generator=g)
+    assert (out["local"], out["local_p"], out["n_pairs"]) == local
+
+
+def test_digits_scores_compare_the_second_hidden_layers():
+    out = ari.digits_scores(width=16, epochs=2, n_perm=19, seed=1)
+    stacks = ari.digits_stacks(width=16, depth=2, epochs=2, seed=1)
+    perms = draw_permutations(300, 19, generator=generator(1))
+    for key, m in (
+        ("cka", metric("cka_linear")),
+        ("mknn", metric("mutual_knn", k=10)),
+        ("rbf", metric("cka_rbf", sigma_frac=0.2)),
+    ):
+        first, second = (calibrate(stacks.a[i], stacks.b[i], m, perms=perms) for i in range(2))
+        got = [out[f"{key}_{part}"] for part in ("raw", "cal", "p")]
+        assert got == pytest.approx([second.raw, second.score, second.p_value], abs=1e-9)
+        assert abs(first.raw - second.raw) > 1e-3
 
 
 def test_p_value_run_lies_on_its_grid():

@@ -315,6 +315,38 @@ def test_duplicate_rows_tie_exactly_whatever_the_matrix_product_rounds(n, d, see
             assert index[i + n].tolist() == [i, i + 2 * n]
 
 
+def test_ties_that_decide_who_is_a_neighbour_are_noticed():
+    X, _ = related()
+    gram = sim.cosines(X)
+    assert not sim.ties_at_the_cut(gram, 4)
+    doubled = sim.cosines(torch.cat([X, X, X]))
+    assert sim.ties_at_the_cut(doubled, 1)  # one of two copies
+    assert not sim.ties_at_the_cut(doubled, 2)  # both copies, and nothing else
+    assert not sim.ties_at_the_cut(torch.ones(5, 5), 4)  # all others
+
+
+@pytest.mark.parametrize("name", ["mutual_knn", "cycle_knn", "cknna"])
+def test_an_order_breaks_the_ties_of_the_partner_and_changes_nothing_else(name):
+    m = make(name)
+    X, Y = related()
+    order = permutations(30, 1, seed=8)[0]
+    plain, ordered = m.prepare(X, Y), m.prepare(X, Y, order=order)
+    perms = permutations(30, 4)
+    assert torch.equal(m.null(plain, perms), m.null(ordered, perms))
+
+    Y = Y[torch.arange(30) % 5]  # six copies of each row
+    perm = perms[0]
+    prepared = m.prepare(X, Y, order=order)
+    # by hand: list the rows of Y in that order, so that the lower index is the earlier in it
+    expected = m.raw(X[order], Y[order])
+    renamed = m.pair(m.take(m.side(X), order), m.side(Y[order]))
+    assert m.pair(prepared.a, prepared.b) == pytest.approx(renamed, abs=1e-12)
+    if name == "mutual_knn":  # X has no ties: both readings are the same
+        assert renamed == pytest.approx(expected, abs=1e-12)
+    moved = m.pair(prepared.a, m.take(prepared.b, perm))
+    assert float(m.null(prepared, perms)[0]) == pytest.approx(moved, abs=1e-12)
+
+
 def test_a_zero_row_is_at_similarity_zero_to_all():
     X = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 1.0]]).double()
     assert sim.knn_indices(X, 2)[0].tolist() == [1, 2]
@@ -424,6 +456,33 @@ def test_a_constant_representation_is_refused(name):
         make(name).raw(X, torch.full((30, 3), 0.1))
     with pytest.raises(ValueError, match="zero variance"):
         make(name).raw(torch.full((30, 3), 1e6), X)
+
+
+@pytest.mark.parametrize("name", ["cka_unbiased", "rsa"])
+def test_rows_at_equal_distances_are_refused_and_not_scored_by_their_rounding(name):
+    # all pairs of rows of an orthogonal matrix are equally far apart
+    X, _ = related(n=24)
+    for flat in (torch.eye(24), rotation(24), 1e-3 * rotation(24, seed=5) + 1):
+        with pytest.raises(ValueError, match="zero variance: no variation left after centring"):
+            make(name).raw(flat, X)
+        with pytest.raises(ValueError, match="zero variance"):
+            make(name).raw(X, flat)
+
+
+@pytest.mark.parametrize("d", [3, 300])
+def test_rsa_ranks_small_differences_of_near_and_of_far_rows(d):
+    # both ways to compute a distance: from inner products (wide) and from differences (narrow)
+    X, Y = related(n=20, d_x=d, d_y=d)
+    Y[0] = Y[1] + 1e-7 * Y[2]
+    expected = scipy.stats.spearmanr(
+        scipy.spatial.distance.pdist(X.numpy()), scipy.spatial.distance.pdist(Y.numpy())
+    ).statistic
+    assert sim.rsa(X, Y) == pytest.approx(expected, abs=1e-12)
+    Z = related(n=20, d_x=d, seed=9)[0]
+    expected = scipy.stats.spearmanr(
+        scipy.spatial.distance.pdist(X.numpy()), scipy.spatial.distance.pdist(Z.numpy())
+    ).statistic
+    assert sim.rsa(X, Z) == pytest.approx(expected, abs=1e-12)
 
 
 def test_cka_linear_function_refuses_a_constant():

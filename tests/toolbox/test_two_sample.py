@@ -272,6 +272,84 @@ def test_block_null_contains_what_the_labels_explain():
     assert within.null.mean() > 0.5 > free.null.mean()
 
 
+def one_hot(n, g):
+    return torch.nn.functional.one_hot(torch.randint(3, (n,), generator=g), 3).double()
+
+
+def narrow_relu(n, g):
+    """Two features after a ReLU: a quarter of the rows is 0, a half lies on two rays."""
+    return torch.randn(n, 2, generator=g, dtype=torch.float64).relu()
+
+
+@pytest.mark.parametrize("draw", [one_hot, narrow_relu])
+@pytest.mark.parametrize("name", ["mutual_knn", "cycle_knn", "cknna"])
+def test_level_is_kept_where_neighbours_tie(name, draw):
+    g = torch.Generator().manual_seed(3)
+    m = metric(name, k=5)
+    trials, rejected, alone = 200, 0, 0
+    for _ in range(trials):
+        X, Y = draw(30, g), draw(30, g)
+        rejected += calibrate(X, Y, m, n_perm=19, generator=g).p_value <= 0.05
+        prepared = m.prepare(X, Y)  # ties of both sides to the lower index
+        scores = m.null(prepared, ts.with_identity(draw_permutations(30, 19, generator=g)))
+        alone += bool(scores[0] > scores[1:].max())
+    # 200 trials at 5 %: more than 21 has probability 1e-3
+    assert rejected <= 21
+    if name == "mutual_knn":
+        assert alone > 60  # what the order of the ties repairs
+
+
+def test_level_is_kept_for_the_best_of_layers_that_tie():
+    g = torch.Generator().manual_seed(4)
+    rejected = 0
+    for _ in range(150):
+        Xs, Ys = ([one_hot(30, g), narrow_relu(30, g)] for _ in "xy")
+        found = calibrate_layers(Xs, Ys, metric("mutual_knn", k=5), n_perm=19, generator=g)
+        rejected += found.p_value <= 0.05
+    assert rejected <= 17  # more has probability 1e-3
+
+
+@pytest.mark.parametrize("name", ["mutual_knn", "cycle_knn", "cknna"])
+def test_without_ties_the_test_sees_the_raw_score_and_recomputed_ones(name):
+    X, Y = features(), features(seed=1)
+    m, perms = metric(name, k=4), draw_permutations(20, 39)
+    found = calibrate(X, Y, m, perms=perms)
+    assert found.raw == pytest.approx(m.raw(X, Y), abs=1e-12)
+    expected = np.array([m.raw(X, Y[perm]) for perm in perms])
+    assert found.null.numpy() == pytest.approx(expected, abs=1e-12)
+
+
+def test_with_ties_all_scores_of_the_test_use_one_order_that_goes_with_the_rows():
+    g = torch.Generator().manual_seed(0)
+    X, Y = one_hot(40, g), one_hot(40, g)
+    m, perms = metric("mutual_knn", k=5), draw_permutations(40, 39)
+    found = calibrate(X, Y, m, perms=perms)
+    order = ts.tie_order(perms)
+    # a tie is broken in favour of the row that comes first in the order
+    place = torch.argsort(order)
+    lists = []
+    for i in range(40):
+        others = [j for j in range(40) if j != i]
+        lists.append(sorted(others, key=lambda j: (-float(Y[i] @ Y[j]), int(place[j])))[:5])
+    theirs = torch.tensor(lists)
+    mine = sim.knn_indices(X, 5)
+    assert found.raw == m.pair(mine, theirs)
+    assert found.null.tolist() == [m.pair(mine, m.take(theirs, perm)) for perm in perms]
+    assert calibrate_layers([X], [Y], m, perms=perms).raw == found.raw
+    assert torch.equal(calibrate(X, Y, m, perms=perms).null, found.null)
+
+
+def test_the_order_of_ties_is_as_random_as_the_permutations():
+    g = torch.Generator().manual_seed(0)
+    perms = [draw_permutations(4, 5, generator=g) for _ in range(6000)]
+    orders = torch.stack([ts.tie_order(p) for p in perms])
+    assert torch.equal(ts.tie_order(perms[0]), orders[0])
+    codes = (orders * torch.tensor([64, 16, 4, 1])).sum(dim=1)
+    counts = torch.unique(codes, return_counts=True)[1].numpy()
+    assert len(counts) == 24
+    assert scipy.stats.chisquare(counts).pvalue > 1e-4
+
+
 def test_heavy_tails_do_not_break_the_level():
     g = torch.Generator().manual_seed(1)
     rejected = 0
@@ -287,9 +365,14 @@ def test_heavy_tails_do_not_break_the_level():
         ({"alpha": 0.0}, "alpha must be in"),
         ({"alpha": 1.0}, "alpha must be in"),
         ({"n_perm": 0}, "n_perm must be at least 1"),
+        ({"n_perm": 19.5}, "n_perm must be at least 1, a whole number: got 19.5"),
+        ({"n_perm": math.nan}, "n_perm must be at least 1, a whole number"),
+        ({"n_perm": True}, "n_perm must be at least 1, a whole number"),
         ({"n_perm": 18}, "n_perm must be at least 19 .* can never reject"),
         ({"s_max": 0.0}, "s_max must be > 0"),
         ({"s_max": -1.0}, "s_max must be > 0"),
+        ({"s_max": math.inf}, "s_max must be > 0 and finite, or None: got inf"),
+        ({"s_max": math.nan}, "s_max must be > 0 and finite, or None: got nan"),
         ({"block": [0] * 19}, "block must hold one label a row"),
         ({"block": [0] * 20, "perms": torch.arange(20).repeat(19, 1)}, "block must be None"),
         ({"metric": "cka"}, "name must be one of"),
@@ -318,6 +401,32 @@ def test_one_pair_of_layers_is_the_scalar_calibration():
     assert many.null.numpy() == pytest.approx(one.null.numpy())
     assert many.layer_scores.shape == (1, 1)
     assert many.argmax == (0, 0)
+
+
+def test_one_pair_of_layers_takes_every_option_as_the_scalar_does():
+    X = features()
+    Y = 0.7 * X + features(seed=1)
+    labels = np.arange(20) % 4
+    options = {"block": labels, "alpha": 0.1, "s_max": None, "n_perm": 29}
+
+    def run(fn, *pair, **changes):
+        g = torch.Generator().manual_seed(6)
+        return fn(*pair, **{**options, "generator": g, **changes})
+
+    one, many = run(calibrate, X, Y), run(calibrate_layers, [X], [Y])
+    assert many[:4] == pytest.approx(one[:4], abs=1e-12)
+    assert many.null.numpy() == pytest.approx(one.null.numpy(), abs=1e-12)
+    assert one.score > 0
+    # each option matters
+    for changes in (
+        {"block": None},
+        {"alpha": 0.2},
+        {"s_max": 1.0},
+        {"n_perm": 39},
+        {"generator": torch.Generator().manual_seed(7)},
+    ):
+        other = run(calibrate_layers, [X], [Y], **changes)
+        assert tuple(other[:4]) != pytest.approx(tuple(many[:4]), abs=1e-9), changes
 
 
 @pytest.mark.parametrize("name", ["cka_linear", "mutual_knn", "procrustes"])
