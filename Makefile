@@ -21,24 +21,24 @@ help: ## list the commands
 setup: ## make .venv from the lock (the other commands do it by themselves)
 	@bin/venv
 
-lab: setup ## open JupyterLab on the book's start page
+lab: setup ## open JupyterLab on the book's start page ([LAB_ARGS=...])
 	@$(PY) -m icmllab trust
 	@echo "icmllab: opening JupyterLab on the start page; stop it with Ctrl-C"
-	@$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/book/index.md $(LAB_ARGS)
+	@$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/book/index.md --log-level=WARN $(LAB_ARGS)
 
 ifdef CHAPTER
 test: setup
 	@$(PY) -m icmllab chapter-files "$(CHAPTER)" > /dev/null
 	@echo "icmllab: testing $(CHAPTER)"
-	@$(PYTEST) -q $$($(PY) -m icmllab chapter-files "$(CHAPTER)") --nbval --nbval-sanitize-with book/nbval_sanitize.cfg
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) -q $$($(PY) -m icmllab chapter-files "$(CHAPTER)") --nbval --nbval-sanitize-with book/nbval_sanitize.cfg
 else
 test: check ## prove the whole repo; CHAPTER=part/slug proves one chapter and its module
 	@echo "icmllab: unit, kernel and notebook tests"
-	@OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) --dist loadscope tests book --ignore=tests/e2e \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) -q -n $(WORKERS) --dist loadscope tests book --ignore=tests/e2e \
 		--nbval --nbval-sanitize-with book/nbval_sanitize.cfg --durations=10
 	@$(MAKE) --no-print-directory book
 	@echo "icmllab: end-to-end tests in a real browser"
-	@OMP_NUM_THREADS=1 $(PYTEST) -q tests/e2e --durations=5
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) -q tests/e2e --durations=5
 	@echo "icmllab: all proven"
 endif
 

@@ -23,8 +23,9 @@ come close to the copy bandwidth of the card for a few million parameters and mo
 |g|^p is computed in float32 as exp2(p log2 |g|), with the rounding of p log2 |g| and of p itself:
 up to 3.8e-6 relative. Below |g| = 2^(-126/p) it is a denormal that GPUs flush to zero, and its
 square vanishes below 2^(-63/p) (1.6e-16 at p = 1.2): v is then 0 and eps keeps the quotient
-finite. A zero gradient stays zero. A square above 2^128 makes v infinite, as it does at p = 1.
-bfloat16 parameters keep 8 bits: updates below 2^-9 of a parameter round away.
+finite; with eps = 0 such an entry makes no step. A zero gradient stays zero. A square above 2^128
+makes v infinite, as it does at p = 1. bfloat16 parameters keep 8 bits: updates below 2^-9 of a
+parameter round away.
 
 Source: "GradPower: Powering Gradients for Faster Language Model Pre-Training". The kernel is ours.
 """
@@ -95,7 +96,9 @@ def _update(
         g = tl.where(g < 0.0, -power, power)
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * g * g
-    x = decay * x - step_size * m / (tl.sqrt(v) / root_bias2 + eps)
+    denom = tl.sqrt(v) / root_bias2 + eps
+    # with eps = 0 and v = 0 there is nothing to divide by, and no step
+    x = decay * x - tl.where(denom == 0.0, 0.0, step_size * m / denom)
     tl.store(m_ptr + at, m, mask=inside)
     tl.store(v_ptr + at, v, mask=inside)
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=inside)
@@ -278,6 +281,7 @@ def reference(
     m = beta1 * exp_avg + (1 - beta1) * g
     v = beta2 * exp_avg_sq + (1 - beta2) * g * g
     denom = v.sqrt() / (1 - beta2**step) ** 0.5 + eps
+    denom = denom.masked_fill(denom == 0, math.inf)
     x = (1 - lr * weight_decay) * param.to(m.dtype) - lr / (1 - beta1**step) * m / denom
     return Step(x.to(param.dtype), m, v)
 
@@ -316,6 +320,9 @@ def _step_group(
     denom = torch._foreach_sqrt(exp_avg_sqs)
     torch._foreach_div_(denom, (1 - beta2**step) ** 0.5)
     torch._foreach_add_(denom, eps)
+    if eps == 0:
+        for d in denom:
+            d.masked_fill_(d == 0, math.inf)
     wide = [t.to(state) for t in params] if low else params
     torch._foreach_mul_(wide, 1 - lr * weight_decay)
     torch._foreach_addcdiv_(wide, exp_avgs, denom, -lr / (1 - beta1**step))
@@ -356,7 +363,8 @@ def adamw_power_step(
         lr: learning rate, >= 0.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
-        eps: added to the root of the corrected second moment, used as given, >= 0.
+        eps: added to the root of the corrected second moment, used as given, >= 0. At 0 an entry
+            whose second moment is 0 makes no step.
         weight_decay: decoupled decay, times ``lr``.
         p: the exponent, > 0.
         grad_scale: factor that undoes a loss scaling, applied before the power.

@@ -266,6 +266,9 @@ SPEC = KernelSpec(
         "float32 first step": _case((500,), step=1, weight_decay=0.0),
         "float32 step 10000, beta2=0.999": _case((500,), step=10000, beta2=0.999),
         "float32 large eps": _case((500,), eps=1e-2),
+        "float32 zero gradient, eps=0": _case(
+            (300,), gradient=(0.0, -0.0), eps=0.0, grad_scale=0.5
+        ),
         "float32 no momentum": _case((500,), beta1=0.0),
         "float32 strong decay": _case((500,), weight_decay=100.0),
         "float32 finite, skip asked for": _case((1025,), (7,), skip_nonfinite=True),

@@ -1,6 +1,7 @@
 """The commands of ``python -m icmllab``: each takes the parsed arguments and gives an exit code."""
 
 import argparse
+import difflib
 import multiprocessing
 import os
 import sys
@@ -8,6 +9,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from icmllab.notebook import chapters
+from icmllab.notebook.presets import PRESETS
 
 
 def list_chapters(_: argparse.Namespace) -> int:
@@ -21,6 +23,10 @@ def run(args: argparse.Namespace) -> int:
     from icmllab.notebook.claims import format_claims
 
     name = chapters.find_chapter(args.chapter)
+    if args.preset not in PRESETS:
+        near = difflib.get_close_matches(args.preset, PRESETS, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"PRESET must be quick or full: got {args.preset}{hint}")
     print(f"icmllab: running {name} (preset {args.preset}, seed {args.seed})", flush=True)
     quick = args.preset == "quick"
     try:

@@ -14,7 +14,7 @@ SHIPPING = [
     for name in chapters.chapter_names()
     if hasattr(importlib.import_module(f"icmllab.{name.replace('/', '.')}"), "SHIPPED")
 ]
-RTOL = 1e-3
+RTOL = 1e-5
 """Relative difference allowed between processors and thread counts over a long training run."""
 
 

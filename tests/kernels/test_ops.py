@@ -258,6 +258,19 @@ def test_scaling_every_gradient_leaves_the_trajectory_when_eps_is_zero(p):
     torch.testing.assert_close(*paths, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_without_eps_an_entry_whose_second_moment_is_zero_only_decays(dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x, grad = torch.ones(2, dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype)
+    m, v = torch.zeros(2, dtype=wide), torch.zeros(2, dtype=wide)
+    options = {**OPTIONS, "lr": 0.5, "weight_decay": 0.5, "eps": 0.0, "step": 1, "p": 1.2}
+    done = reference(x, grad, m, v, **options)
+    adamw_power_step([x], [grad], [m], [v], **options)
+    assert x[0] == done.param[0] == 0.75
+    torch.testing.assert_close(x, torch.tensor([0.75, 0.25], dtype=dtype))
+    torch.testing.assert_close(x, done.param)
+
+
 def test_first_step_moves_by_the_learning_rate_against_the_gradient_and_decays_first():
     # m̂ / √v̂ is the sign at the first step, whatever the power
     x, grad = torch.tensor([2.0, -4.0]), torch.tensor([3.0, -0.01])
