@@ -87,6 +87,8 @@ def sync(args: argparse.Namespace) -> int:
 
 def _stress_one(name: str, seed: int, threads: int) -> dict:
     """One run of a chapter's experiments, in a process of its own."""
+    # several runs share the cores: threads that wait must sleep, not spin
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     try:
         done = chapters.execute(name, seed=seed, threads=threads)
     except chapters.ChapterError as error:

@@ -164,6 +164,17 @@ def test_other_presets_and_seeds_are_kept_apart_from_the_book(book):
     assert claims_from_notebook(kept)["claims"][0]["measured"] == 2.0
 
 
+def test_a_wrong_preset_is_refused_in_one_line_before_anything_runs(book, capsys):
+    from icmllab.__main__ import main
+
+    assert main(["run", "toy/one", "--preset", "fulll"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.strip() == (
+        "icmllab: PRESET must be quick or full: got fulll; did you mean full?"
+    )
+
+
 def test_code_hash_sees_code_and_not_comments(tmp_path):
     file = tmp_path / "m.py"
     file.write_text('"""Doc."""\ndef f(x):\n    """Doc."""\n    return x + 1\n')
