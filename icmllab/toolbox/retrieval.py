@@ -32,5 +32,5 @@ def mutual_nearest(D1: torch.Tensor, D2: torch.Tensor) -> torch.Tensor:
 def _first_smallest(D: torch.Tensor) -> torch.Tensor:
     """argmin of each row, the lowest index among ties (torch.argmin promises none)."""
     columns = torch.arange(D.shape[1], device=D.device)
-    smallest = D == D.amin(dim=1, keepdim=True)
+    smallest = D.amin(dim=1, keepdim=True) == D
     return torch.where(smallest, columns, D.shape[1]).amin(dim=1)

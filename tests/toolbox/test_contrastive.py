@@ -13,7 +13,7 @@ def _views(seed, batch=6, dim=4, dtype=torch.float64):
     return [torch.randn(batch, dim, generator=g, dtype=torch.float64).to(dtype) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_info_nce_is_the_mean_of_both_directions_of_a_plain_loop(dtype, tol):
     za, zb = _views(0, dtype=dtype)
     total = 0.0
@@ -49,7 +49,7 @@ def test_info_nce_passes_the_gradient_check():
 
 
 @pytest.mark.parametrize(
-    "za, zb, temperature, message",
+    ("za", "zb", "temperature", "message"),
     [
         (torch.zeros(3, 4), torch.zeros(3, 5), 0.1, "one shape"),
         (torch.zeros(1, 4), torch.zeros(1, 4), 0.1, "batch >= 2"),

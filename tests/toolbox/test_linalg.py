@@ -20,7 +20,7 @@ def test_orthogonal_procrustes_agrees_with_scipy(seed):
     np.testing.assert_allclose(orthogonal_procrustes(A, B).numpy(), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_orthogonal_procrustes_recovers_a_rotation(dtype, atol):
     A, R = _pair(1, dtype=dtype)
     R = torch.linalg.qr(R[:6])[0]
@@ -54,7 +54,7 @@ def test_a_rectangular_map_has_orthonormal_columns():
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         (lambda A, B: (A[:5], B), "same number of rows"),
         (lambda A, B: (A * float("nan"), B), "A must be finite"),

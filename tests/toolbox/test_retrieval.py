@@ -7,7 +7,7 @@ from icmllab.toolbox.retrieval import mutual_nearest
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("n, m", [(1, 1), (7, 4), (20, 31)])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (7, 4), (20, 31)])
 def test_mutual_nearest_is_what_two_loops_find(seed, n, m):
     g = torch.Generator().manual_seed(seed)
     # few distinct costs: ties are frequent
@@ -25,11 +25,12 @@ def test_a_permuted_copy_is_matched_row_by_row():
     perm = torch.randperm(40, generator=g)
     D = torch.cdist(X, X[perm])
     pairs = mutual_nearest(D, D.T)
-    assert torch.equal(perm[pairs[:, 1]], pairs[:, 0]) and len(pairs) == 40
+    assert torch.equal(perm[pairs[:, 1]], pairs[:, 0])
+    assert len(pairs) == 40
 
 
 @pytest.mark.parametrize(
-    "D1, D2, message",
+    ("D1", "D2", "message"),
     [
         (torch.zeros(3, 4), torch.zeros(3, 4), r"\(m, n\)"),
         (torch.zeros(0, 4), torch.zeros(4, 0), "not empty"),
