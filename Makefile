@@ -9,10 +9,12 @@ THREADS ?= 1 2
 PRESET ?= quick
 WORKERS ?= 2
 SEED ?= 0
+SANDBOX ?= on
 export PYTHONHASHSEED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test check run book serve stress results bench bench-kernels sync lock clean
+.PHONY: help setup lab test check run book serve stress results bench bench-kernels sync lock clean \
+	release collect-zip grade grades slides
 
 help: ## list the commands
 	@echo "icmllab: usage  make <command> [CHAPTER=part/slug] [PRESET=quick|full] [SEEDS=20]"
@@ -45,7 +47,7 @@ endif
 check: setup ## lint, formatting and notebooks in step with their sources
 	@echo "icmllab: lint"
 	@$(PY) -m ruff check --quiet . && $(PY) -m ruff format --check --quiet .
-	@$(PY) -m icmllab sync --check
+	@$(PY) -m icmllab sync --check && $(PY) -m icmllab.course sync --check
 
 run: setup ## execute a chapter and print its claims (CHAPTER=part/slug [PRESET=full] [SEED=0])
 	@$(PY) -m icmllab run "$(CHAPTER)" --preset "$(PRESET)" --seed "$(SEED)"
@@ -72,8 +74,23 @@ bench: setup ## measure the package beside what people would use instead
 bench-kernels: setup ## the kernels' roofline table on a GPU, else what they compile to
 	@$(PY) -m icmllab.kernels.bench
 
-sync: setup ## re-run every chapter whose notebook is out of date
-	@$(PY) -m icmllab sync
+sync: setup ## re-run every chapter whose notebook is out of date; write the labs' notebooks
+	@$(PY) -m icmllab sync && $(PY) -m icmllab.course sync
+
+release: setup ## write the students' version of a lab (LAB=part)
+	@$(PY) -m icmllab.course release "$(LAB)"
+
+collect-zip: setup ## take submissions out of an LMS's zip files (LAB=part [ZIP=path])
+	@$(PY) -m icmllab.course collect-zip "$(LAB)" $(if $(ZIP),--zip "$(ZIP)")
+
+grade: setup ## grade the submissions of a lab, in a sandbox (LAB=part [SANDBOX=off] [WORKERS=2])
+	@$(PY) -m icmllab.course grade "$(LAB)" --sandbox "$(SANDBOX)" $(if $(filter command line,$(origin WORKERS)),--workers $(WORKERS))
+
+grades: setup ## write every mark as labs/grades.csv, for an LMS
+	@$(PY) -m icmllab.course grades
+
+slides: setup ## slides of a chapter in _build/slides (CHAPTER=part/slug)
+	@$(PY) -m icmllab slides "$(CHAPTER)"
 
 lock: setup ## write requirements.txt anew from pyproject.toml
 	@echo "icmllab: resolving pyproject.toml"

@@ -37,6 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     files = commands.add_parser("chapter-files", help="the tests and pages of one chapter")
     files.add_argument("chapter", nargs="?", default="")
 
+    slides = commands.add_parser("slides", help="reveal.js slides of a chapter")
+    slides.add_argument("chapter", nargs="?", default="")
+
     commands.add_parser("trust", help="mark the book's notebooks as trusted for this user")
     return parser
 
@@ -53,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         "stress": commands.stress,
         "results": commands.results,
         "chapter-files": commands.chapter_files,
+        "slides": commands.slides,
         "trust": commands.trust,
     }[args.command]
     try:

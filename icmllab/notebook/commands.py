@@ -216,6 +216,16 @@ def chapter_files(args: argparse.Namespace) -> int:
     return 0
 
 
+def slides(args: argparse.Namespace) -> int:
+    """Write the slides of a chapter from its stored outputs."""
+    from icmllab.notebook.slides import write_slides
+
+    name = chapters.find_chapter(args.chapter)
+    path = write_slides(name, chapters.read_notebook(name), chapters.root() / "_build" / "slides")
+    print(f"icmllab: the slides are {path.relative_to(chapters.root())}")
+    return 0
+
+
 def trust(_: argparse.Namespace) -> int:
     """Sign the book's notebooks, so that JupyterLab shows their HTML outputs before a run."""
     from nbformat.sign import NotebookNotary

@@ -772,7 +772,7 @@ def check_block_permutations(fn: Callable) -> None:
     """Exercise 5: ``fn(labels, n_perm, generator)`` gives permutations that keep the labels.
 
     Every row must be a permutation that sends each sample to one of the same label, and within a
-    label every place must be reached equally often.
+    label every order must be equally likely.
 
     Raises:
         AssertionError: with what went wrong.
@@ -791,11 +791,18 @@ def check_block_permutations(fn: Callable) -> None:
     )
     for label in labels.unique():
         members = torch.nonzero(labels == label)[:, 0]
-        at = perms[:, members]
-        share = torch.stack([(at == m).double().mean(dim=0) for m in members])
-        off = float((share - 1 / len(members)).abs().max())
+        # which order its members stand in, as one number a permutation
+        digits = (perms[:, members][:, :, None] == members).int().argmax(dim=2)
+        place = len(members) ** torch.arange(len(members))
+        orders, counts = (digits * place).sum(dim=1).unique(return_counts=True)
+        every = math.factorial(len(members))
+        assert len(orders) == every, (
+            f"label {int(label)} has {len(members)} samples, so {every} orders must occur: "
+            f"{len(orders)} did in {n_perm} permutations"
+        )
+        off = float((counts / n_perm - 1 / every).abs().max())
         assert off <= 0.05, (
-            f"within label {int(label)} each of the {len(members)} places must be equally likely: "
+            f"within label {int(label)} each of the {every} orders must be equally likely: "
             f"a share is off by {off:.2f}"
         )
 

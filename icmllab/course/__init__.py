@@ -1,0 +1,1 @@
+"""The course: labs released to students, and graded where their code can do no harm."""
