@@ -56,7 +56,9 @@ def template(source: Path) -> NotebookNode:
 def release(source: Path) -> NotebookNode:
     """The students' version of the lab of ``source``: no solutions, no hidden tests."""
     steps = ["ClearHiddenTests", "ClearMarkScheme", "ComputeChecksums", "CheckCellMetadata"]
-    return preprocess(template(source), steps, {})
+    nb = preprocess(template(source), steps, {})
+    nb.metadata.pop("jupytext", None)  # students have one file, not a pair
+    return nb
 
 
 def read_submission(path: Path) -> NotebookNode:

@@ -41,6 +41,12 @@ MathJax = {tex: {inlineMath: [['$', '$']], displayMath: [['$$', '$$']], processE
 .reveal .jp-OutputPrompt, .reveal .jp-InputPrompt { display: none; }
 </style>
 {%- endblock -%}
+{%- block data_png scoped -%}
+<div class="jp-RenderedImage jp-OutputArea-output">
+<img src="data:image/png;base64,{{ output.data['image/png'] }}"
+     alt="{{ (output | get_metadata('alt', 'image/png') or '') | escape_html }}">
+</div>
+{%- endblock -%}
 {%- block footer_js -%}
 <script src="{{ resources.reveal.url_prefix }}/dist/reveal.js"></script>
 <script>

@@ -102,9 +102,15 @@ def visit(browser, site):
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory, browser):
+def lab_folder(tmp_path_factory):
+    """The folder that JupyterLab shows."""
+    return tmp_path_factory.mktemp("lab")
+
+
+@pytest.fixture(scope="session")
+def lab(lab_folder, browser):
     """A JupyterLab over a copy of the book, as ``make lab`` starts it."""
-    folder = tmp_path_factory.mktemp("lab")
+    folder = lab_folder
     shutil.copytree(ROOT / "book", folder / "book")
     for name in ("jupytext.toml", "_toc.yml"):
         shutil.copy(ROOT / name, folder)
