@@ -68,8 +68,8 @@ stress: setup ## a chapter's claims over seeds and thread counts (CHAPTER=part/s
 results: setup ## compute a chapter's shipped results anew (CHAPTER=part/slug)
 	@$(PY) -m icmllab results "$(CHAPTER)"
 
-bench: setup ## measure the package beside what people would use instead
-	@$(PY) bench/run.py
+bench: setup ## measure the package beside what people would use instead ([PART=representations])
+	@$(PY) bench/run.py $(PART)
 
 bench-kernels: setup ## the kernels' roofline table on a GPU, else what they compile to
 	@$(PY) -m icmllab.kernels.bench
