@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.util.docutils import SphinxDirective
 
-from icmllab.notebook.chapters import chapter_names
+from icmllab.notebook.chapters import chapter_names, notebook_names
 from icmllab.notebook.claims import WORDS, claims_from_notebook
 
 BOOK = Path(__file__).resolve().parents[1]
@@ -177,7 +177,7 @@ class Scorecard(SphinxDirective):
 
 def exclude_text_halves(app: Sphinx, config: Config) -> None:
     """Build a chapter from its notebook half, which has the outputs."""
-    config.exclude_patterns += [f"book/{name}.md" for name in chapter_names()]
+    config.exclude_patterns += [f"book/{name}.md" for name in notebook_names()]
 
 
 def leave_out_thebe(app: Sphinx, page: str, template: str, context: dict, doctree) -> None:

@@ -42,14 +42,23 @@ def root() -> Path:
     return here
 
 
+PART_PAGE = "index"
+"""Slug of a part's own page, which may be a notebook too."""
+
+
+def notebook_names() -> list[str]:
+    """Every notebook of the book, as ``part/slug``, sorted: the chapters and some part pages."""
+    pages = (root() / "book").glob("*/*.md")
+    return sorted(f"{p.parent.name}/{p.stem}" for p in pages if is_notebook_source(p))
+
+
 def chapter_names() -> list[str]:
     """The chapters there are, as ``part/slug``, sorted."""
-    pages = (root() / "book").glob("*/*.md")
-    return sorted(f"{p.parent.name}/{p.stem}" for p in pages if is_chapter_source(p))
+    return [name for name in notebook_names() if not name.endswith(f"/{PART_PAGE}")]
 
 
-def is_chapter_source(page: Path) -> bool:
-    """Whether ``page`` is the text half of a chapter: a MyST notebook, not a plain page."""
+def is_notebook_source(page: Path) -> bool:
+    """Whether ``page`` is the text half of a notebook, not a plain page."""
     with page.open(encoding="utf-8") as lines:
         head = list(itertools.islice(lines, 5))
     return head[:1] == ["---\n"] and "jupytext:\n" in head
@@ -57,7 +66,15 @@ def is_chapter_source(page: Path) -> bool:
 
 def find_chapter(name: str | None) -> str:
     """``name`` if there is such a chapter; else a ValueError that lists near matches."""
-    names = chapter_names()
+    return _find(name, chapter_names())
+
+
+def find_notebook(name: str | None) -> str:
+    """``name`` if there is such a chapter or part page; else a ValueError with near matches."""
+    return _find(name, notebook_names())
+
+
+def _find(name: str | None, names: list[str]) -> str:
     if name in names:
         return name
     slug_matches = [n for n in names if name and n.split("/")[1] == name.strip("/").split("/")[-1]]

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Execute a chapter, print its claims, keep its notebook when it ran to the end."""
     from icmllab.notebook.claims import format_claims
 
-    name = chapters.find_chapter(args.chapter)
+    name = chapters.find_notebook(args.chapter)
     if args.preset not in PRESETS:
         near = difflib.get_close_matches(args.preset, PRESETS, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -68,7 +68,7 @@ def undeclared_failures(payload: dict | None) -> list[str]:
 
 def sync(args: argparse.Namespace) -> int:
     """Re-run every chapter whose notebook half is out of date (``--check``: only say which)."""
-    stale = {n: r for n in chapters.chapter_names() if (r := chapters.stale_reason(n))}
+    stale = {n: r for n in chapters.notebook_names() if (r := chapters.stale_reason(n))}
     for name, reason in stale.items():
         print(f"{name}: {reason}")
     if not stale:
@@ -231,7 +231,7 @@ def trust(_: argparse.Namespace) -> int:
     from nbformat.sign import NotebookNotary
 
     notary = NotebookNotary()
-    for name in chapters.chapter_names():
+    for name in chapters.notebook_names():
         nb = chapters.read_notebook(name)
         if nb is not None:
             notary.sign(nb)

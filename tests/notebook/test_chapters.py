@@ -66,6 +66,21 @@ def book(tmp_path, monkeypatch):
 
 def test_part_pages_are_no_chapters(book):
     assert chapters.chapter_names() == ["toy/one"]
+    assert chapters.notebook_names() == ["toy/one"]
+
+
+def test_a_part_page_may_be_a_notebook_that_runs_without_claims(book):
+    page = SOURCE.split("```{{")[0] + "```{code-cell} python3\n1 + 1\n```\n"
+    (book / "book" / "toy" / "index.md").write_text(page)
+    assert chapters.chapter_names() == ["toy/one"]
+    assert chapters.notebook_names() == ["toy/index", "toy/one"]
+    with pytest.raises(ValueError, match="did you mean"):
+        chapters.find_chapter("toy/index")
+    assert chapters.find_notebook("toy/index") == "toy/index"
+    from icmllab.__main__ import main
+
+    assert main(["run", "toy/index"]) == 0
+    assert chapters.stale_reason("toy/index") is None
 
 
 @pytest.mark.parametrize("wrong", ["toy/onne", "one", "tpy/one"])
