@@ -6,6 +6,7 @@ tied to the request that it answers. The kernel is stopped when it leaves its li
 
 import contextlib
 import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -88,7 +89,13 @@ class StudentKernel:
             spec = kernelspec(self.runtime, self.limits, sandboxed=self.sandboxed)
             self.manager._kernel_spec = spec
             # the sandbox clears the environment anyway; without it nothing else may pass either
-            self.manager.start_kernel(env={"PATH": "/usr/bin:/bin"}, cwd=str(self.runtime))
+            # what it writes past Jupyter could hold anything, a terminal's commands too
+            self.manager.start_kernel(
+                env={"PATH": "/usr/bin:/bin"},
+                cwd=str(self.runtime),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             self.watch = Watch(self._pid(), self.runtime, self.limits)
             self.watch.start()
             self.deadline = time.monotonic() + self.limits.notebook

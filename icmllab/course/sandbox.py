@@ -37,7 +37,7 @@ class Limits:
         processes: processes and threads.
         file_size: bytes of one file.
         disk: bytes of all files together, which lie in memory.
-        cpu: seconds of processor time of one process.
+        cpu: seconds of processor time, of one process and of those that run at a time together.
         cell: seconds that one cell may take.
         notebook: seconds that all cells together may take.
         output: bytes of output of one cell before the kernel is stopped.
@@ -228,10 +228,13 @@ class Watch(threading.Thread):
 
         if len(family) > self.limits.processes:
             return f"more than {self.limits.processes} processes"
-        memory = 0
+        memory = cpu = 0
         for process in family:
             with contextlib.suppress(psutil.Error):
                 memory += process.memory_info().rss
+                cpu += sum(process.cpu_times()[:2])
+        if cpu > self.limits.cpu:
+            return f"more than {self.limits.cpu} s of processor time"
         if memory > self.limits.memory:
             return f"more than {self.limits.memory // _MIB} MiB of memory"
         used = files = 0

@@ -207,8 +207,21 @@ while True:
 def test_endless_output(course):
     marks, text = run(course, attack("while True:\n    print('x' * 100_000)"))
     assert marks.score == HONEST
-    assert marks.notes, "the kernel must have been stopped"
+    # it is stopped for its output, or drowns in it
+    assert marks.notes or "MemoryError" in outputs(text)
     assert len(text) < 200_000
+
+
+def test_writing_past_jupyter_to_the_terminal(course, capfd):
+    code = """
+import os
+for fd in (1, 2):
+    os.write(fd, b"\\x1b]0;owned\\x07 TO THE TERMINAL")
+"""
+    marks, _ = run(course, attack(code))
+    assert marks.score == HONEST
+    shown = capfd.readouterr()
+    assert "TO THE TERMINAL" not in shown.out + shown.err
 
 
 def test_taking_64_gib_of_memory(course):
