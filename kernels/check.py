@@ -70,16 +70,20 @@ class Guarded:
 
 
 class ByteCounter:
-    """Counts the bytes of the entries that the interpreter's loads and stores touch."""
+    """Counts the bytes of the entries that the interpreter's loads and stores touch.
+
+    An atomic operation reads and writes its entry.
+    """
 
     def __init__(self):
         self.moved = 0
 
     def install(self) -> None:
-        """Wrap the interpreter's masked load and store; plain ones go through them."""
+        """Wrap the interpreter's masked load and store, plain ones go through them, and atomics."""
         from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
         load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+        atomic = InterpreterBuilder.create_atomic_rmw
         counter = self
 
         def counted_load(builder, ptrs, mask, *rest, **named):
@@ -92,6 +96,12 @@ class ByteCounter:
             counter.moved += int(mask.data.sum()) * size
             return store(builder, ptrs, value, mask, *rest, **named)
 
+        def counted_atomic(builder, operation, ptrs, value, mask, *rest, **named):
+            size = _get_np_dtype(ptrs.get_element_ty()).itemsize
+            counter.moved += 2 * int(mask.data.sum()) * size
+            return atomic(builder, operation, ptrs, value, mask, *rest, **named)
+
+        InterpreterBuilder.create_atomic_rmw = counted_atomic
         InterpreterBuilder.create_masked_load = counted_load
         InterpreterBuilder.create_masked_store = counted_store
 
