@@ -16,6 +16,10 @@ EXERCISES = {
         "null-cka": ("null-cka-visible", "null-cka-checker", "null-cka-hidden"),
         "best-layer": ("best-layer-visible", "best-layer-checker", "best-layer-hidden"),
         "blocks": ("blocks-visible", "blocks-checker", "blocks-hidden"),
+        "correction": ("correction-visible", "correction-checker", "correction-hidden"),
+        "defects": ("defects-visible", "defects-checker", "defects-hidden"),
+        "scale": ("scale-visible", "scale-checker", "scale-hidden"),
+        "cells": ("cells-visible", "cells-checker", "cells-hidden"),
     },
 }
 
@@ -170,6 +174,83 @@ def block_permutations(labels, n_perm, generator):
     return perms
 """,
         },
+        "correction": {
+            "ridge towards zero": """
+def shared_correction(As, U, lam):
+    S = sum(A.T @ A for A in As)
+    ridge = lam * np.trace(S) / len(S) * np.eye(len(S))
+    return np.linalg.solve(S + ridge, sum(A.T @ U for A in As))
+""",
+            "λ without its scale": """
+def shared_correction(As, U, lam):
+    S, eye = sum(A.T @ A for A in As), np.eye(U.shape[1])
+    return np.linalg.solve(S + lam * eye, sum(A.T @ U for A in As) + lam * eye)
+""",
+            "no ridge": """
+def shared_correction(As, U, lam):
+    return np.linalg.lstsq(np.vstack(As), np.vstack([U] * len(As)), rcond=None)[0]
+""",
+        },
+        "defects": {
+            "exchanged": """
+def linear_defects(G_A, G_B):
+    def unseen(seen, by):
+        rest = seen - seen @ np.linalg.pinv(by) @ by
+        return float((rest**2).sum() / (seen**2).sum())
+
+    return unseen(G_A, G_B), unseen(G_B, G_A)
+""",
+            "what is seen": """
+def linear_defects(G_A, G_B):
+    def share(seen, by):
+        return float(((seen @ np.linalg.pinv(by) @ by) ** 2).sum() / (seen**2).sum())
+
+    return share(G_B, G_A), share(G_A, G_B)
+""",
+            "rank not looked at": """
+def linear_defects(G_A, G_B):
+    def unseen(seen, by):
+        Q = np.linalg.qr(by.T)[0]
+        return float(1 - ((seen @ Q) ** 2).sum() / (seen**2).sum())
+
+    return unseen(G_B, G_A), unseen(G_A, G_B)
+""",
+        },
+        "scale": {
+            "mean of the logarithms": """
+def anchor_scale(AX, AY, r):
+    ranks = [A.argsort(axis=1, kind="stable").argsort(axis=1) for A in (AX, AY)]
+    near = (ranks[0] <= r) | (ranks[1] <= r)
+    a, b = np.nonzero(np.triu(near | near.T, 1))
+    return float(np.exp(np.mean(np.log(AX[a, b] / AY[a, b]))))
+""",
+            "median of the ratios": """
+def anchor_scale(AX, AY, r):
+    ranks = [A.argsort(axis=1, kind="stable").argsort(axis=1) for A in (AX, AY)]
+    near = (ranks[0] <= r) | (ranks[1] <= r)
+    a, b = np.nonzero(np.triu(near | near.T, 1))
+    return float(np.median(AX[a, b] / AY[a, b]))
+""",
+            "all pairs": """
+def anchor_scale(AX, AY, r):
+    a, b = np.triu_indices(len(AX), 1)
+    return float(np.exp(np.median(np.log(AX[a, b] / AY[a, b]))))
+""",
+        },
+        "cells": {
+            "every sign vector": """
+def cell_count(D, d):
+    return 2**D
+""",
+            "one term": """
+def cell_count(D, d):
+    return math.comb(D, d)
+""",
+            "last term forgotten": """
+def cell_count(D, d):
+    return sum(math.comb(D, k) for k in range(d))
+""",
+        },
     },
 }
 
@@ -226,6 +307,34 @@ def block_permutations(labels, n_perm, generator):
         noise = torch.rand(n_perm, len(members), generator=generator)
         perms[:, members] = members[noise.argsort(dim=1)]
     return perms
+""",
+            3,
+        ),
+        (
+            "correction",
+            """
+def shared_correction(As, U, lam):
+    S = sum(A.T @ A for A in As)
+    ridge = lam * np.trace(S) * np.eye(len(S))
+    return np.linalg.solve(S + ridge, sum(A.T @ U for A in As) + ridge)
+""",
+            1,
+        ),
+        (
+            "scale",
+            """
+def anchor_scale(AX, AY, r):
+    near = AX.argsort(axis=1, kind="stable").argsort(axis=1) <= r
+    a, b = np.nonzero(np.triu(near | near.T, 1))
+    return float(np.exp(np.median(np.log(AX[a, b] / AY[a, b]))))
+""",
+            1,
+        ),
+        (
+            "cells",
+            """
+def cell_count(D, d):
+    return round(sum(float(math.comb(D, k)) for k in range(d + 1)))
 """,
             3,
         ),

@@ -483,9 +483,16 @@ def test_checker_of_exercise_5():
         return draw_permutations(len(labels), n_perm, generator=g, block=labels)
 
     ari.check_block_permutations(right)
+
+    def often_unmoved(labels, n_perm, g):
+        perms = right(labels, n_perm, g)
+        perms[: n_perm // 4] = torch.arange(len(labels))
+        return perms
+
     wrong = {
+        "equally likely": often_unmoved,
         "same label": lambda y, b, g: draw_permutations(len(y), b, generator=g),
-        "equally likely": lambda y, b, g: torch.arange(len(y)).repeat(b, 1),
+        "orders must occur": lambda y, b, g: torch.arange(len(y)).repeat(b, 1),
         "each of": lambda y, b, g: torch.argsort(y).repeat(b, 1)[:, y],
         "shape": lambda y, b, g: right(y, 1, g),
     }
