@@ -4,7 +4,16 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from icmllab.toolbox.digits import ENCODERS, digits_encoders, digits_two_views
+from icmllab.toolbox.digits import (
+    ENCODERS,
+    coloured_digits,
+    digits_encoders,
+    digits_two_views,
+    hue_palette,
+    other_digits,
+    paint,
+    recoloured,
+)
 
 
 def test_the_two_views_are_the_two_halves_of_the_same_images():
@@ -103,3 +112,90 @@ def test_trained_encoders_classify_digits_that_they_never_saw():
 def test_impossible_encoders_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         digits_encoders(**change)
+
+
+def greys_and_colours(x):
+    """What a row of coloured digits shows: grey image (n, 64) and hue of each row, 0..9."""
+    channels = x.reshape(len(x), 3, 64)
+    grey = channels.amax(dim=1)
+    total = channels.sum(dim=2) / grey.sum(dim=1)[:, None]  # the row's colour, (n, 3)
+    return grey, torch.cdist(total, hue_palette()).argmin(dim=1)
+
+
+def test_the_palette_is_ten_saturated_colours_with_one_channel_at_full_value():
+    palette = hue_palette()
+    assert palette.shape == (10, 3)
+    assert torch.equal(palette.amax(dim=1), torch.ones(10, dtype=torch.float64))
+    assert torch.equal(palette.amin(dim=1), torch.zeros(10, dtype=torch.float64))
+    assert float(torch.cdist(palette, palette).fill_diagonal_(9).min()) > 0.3
+    assert palette[0].tolist() == [1, 0, 0]
+    assert palette[5].tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["shape", "colour", "both"])
+def test_labels_of_coloured_digits_are_the_cue_that_the_mode_names(mode):
+    data = coloured_digits(mode, 3)
+    images = {tuple(row): t for row, t in zip(*load_digits(return_X_y=True), strict=True)}
+    for x, y, cue in [
+        (data.x_train, data.y_train, mode),
+        (data.x_stitch, data.y_stitch, "both"),
+        (data.x_test, data.y_test, "both"),
+    ]:
+        grey, colour = greys_and_colours(x)
+        digit = torch.tensor([images[tuple((row * 16).round().tolist())] for row in grey])
+        if cue in ("shape", "both"):
+            assert torch.equal(y, digit)
+        if cue in ("colour", "both"):
+            assert torch.equal(y, colour)
+        if cue != "both":  # the other cue is drawn whatever the label is
+            other = colour if cue == "shape" else digit
+            assert 0.05 < float((other == y).double().mean()) < 0.16
+    assert [len(x) for x in data] == [900, 900, 500, 500, 397, 397]
+    assert 0 <= float(data.x_train.min()) < float(data.x_train.max()) <= 1
+
+
+def test_one_split_and_two_seeds_share_the_digits_and_no_row_stands_in_two_parts():
+    a, b = (coloured_digits("shape", s, split=7) for s in (0, 1))
+    assert torch.equal(a.x_test, b.x_test)
+    assert torch.equal(a.y_train, b.y_train)
+    assert not torch.equal(a.x_train, b.x_train)
+    assert not torch.equal(a.x_test, coloured_digits("shape", 0).x_test)
+    greys = [greys_and_colours(x)[0] for x in (a.x_train, a.x_stitch, a.x_test)]
+    rows = {tuple(r) for g in greys for r in g.tolist()}
+    assert len(rows) == len({tuple(r) for r in load_digits().data.tolist()})
+
+
+def test_recolouring_changes_the_colour_alone_and_can_be_undone():
+    x = coloured_digits("both", 0).x_test
+    grey, colour = greys_and_colours(x)
+    new = (colour + 3) % 10
+    moved = recoloured(x, new)
+    assert torch.equal(greys_and_colours(moved)[0], grey)
+    assert torch.equal(greys_and_colours(moved)[1], new)
+    assert torch.equal(recoloured(moved, colour), x)
+    assert recoloured(x.float(), new).dtype == torch.float32
+
+
+def test_other_digits_never_start_from_the_row_itself_and_draw_every_colour():
+    x = coloured_digits("both", 0).x_test
+    start = other_digits(x, torch.Generator().manual_seed(0))
+    own, colour = greys_and_colours(x)[0], greys_and_colours(start)[1]
+    assert not (greys_and_colours(start)[0] == own).all(dim=1).any()
+    assert colour.bincount(minlength=10).min() > 20
+    two = other_digits(x[:2], torch.Generator().manual_seed(0))
+    assert torch.equal(greys_and_colours(two)[0], own[[1, 0]])
+    with pytest.raises(ValueError, match="x must hold at least two rows"):
+        other_digits(x[:1], torch.Generator())
+
+
+def test_bad_arguments_of_coloured_digits_are_named():
+    with pytest.raises(ValueError, match="mode must be one of"):
+        coloured_digits("hue")
+    with pytest.raises(ValueError, match="at most 1797 together"):
+        coloured_digits("both", n_train=1500)
+    with pytest.raises(ValueError, match="n_test"):
+        coloured_digits("both", n_test=0)
+    with pytest.raises(ValueError, match=r"colours must lie in 0\.\.9"):
+        paint(torch.ones(1, 8, 8), torch.tensor([10]))
+    with pytest.raises(ValueError, match="images must be"):
+        paint(torch.ones(2, 8, 8), torch.tensor([1]))
