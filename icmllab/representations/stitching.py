@@ -1279,7 +1279,7 @@ def pair_study(
     steps: int = 200,
     backward: Sequence[str] = ("task", "slm", "invariance"),
     forward: Sequence[str] = (),
-) -> dict[str, float | str]:
+) -> dict[str, float]:
     """One ordered pair by several objectives, with the measures that need no stitch.
 
     Args:
@@ -1304,7 +1304,7 @@ def pair_study(
         backward, forward = (), (*backward, *forward)
     else:
         fit_on = test_on = nets[sender].split(layer)
-    out: dict[str, float | str] = {"sender": sender, "receiver": receiver, "layer": layer}
+    out: dict[str, float] = {}
     for objective in forward:
         T = fit_stitch(
             fit_on, B, data.x_stitch, data.y_stitch, objective, generator=_generator(seed)
@@ -1454,15 +1454,17 @@ def study_run(run: str) -> dict[str, float | str]:
         # an untrained sender has no room above chance: the missing score says so
         warnings.simplefilter("ignore", UserWarning)
         if (sender, receiver) in CORE and layer == 2:
-            return pair_study(sender=sender, receiver=receiver, seed=seed, backward=OBJECTIVES)
-        return pair_study(
-            sender=sender,
-            receiver=receiver,
-            seed=seed,
-            layer=layer,
-            backward=("slm", "invariance"),
-            forward=("task",),
-        )
+            measured = pair_study(sender=sender, receiver=receiver, seed=seed, backward=OBJECTIVES)
+        else:
+            measured = pair_study(
+                sender=sender,
+                receiver=receiver,
+                seed=seed,
+                layer=layer,
+                backward=("slm", "invariance"),
+                forward=("task",),
+            )
+    return {"sender": sender, "receiver": receiver, "layer": layer, **measured}
 
 
 SHIPPED = (study_run, {"run": RUNS})

@@ -77,10 +77,14 @@ def _labels(X: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
             torch.addmm(bias[0], x, Ct[0], alpha=-1).min(dim=1).indices for x in X[0].split(step)
         ]
         return torch.cat(parts)[None]
-    parts = [
-        torch.baddbmm(bias, x, Ct, alpha=-1).min(dim=2).indices for x in X.split(step, dim=1)
-    ]
+    parts = [torch.baddbmm(bias, x, Ct, alpha=-1).min(dim=2).indices for x in X.split(step, dim=1)]
     return torch.cat(parts, dim=1)
+
+
+def _centred(X: torch.Tensor, C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both seen from the mean of C: far from the origin the expanded square loses its digits."""
+    mean = C.mean(dim=1, keepdim=True)
+    return X - mean, C - mean
 
 
 def _squared(X: torch.Tensor, C: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -110,7 +114,7 @@ def nearest_centroid(X: torch.Tensor, centroids: torch.Tensor) -> Assignment:
         )
     C = _as_rows(C)
     flat, C = X.reshape(-1, *X.shape[-2:]), C.reshape(-1, *C.shape[-2:])
-    labels = _labels(flat, C)
+    labels = _labels(*_centred(flat, C))
     distances = _squared(flat, C, labels)
     return Assignment(labels.view(X.shape[:-1]), distances.view(X.shape[:-1]))
 
@@ -197,8 +201,8 @@ def kmeans_plus_plus(
 ) -> torch.Tensor:
     """Rows to start from: each drawn in proportion to w·(squared distance to those chosen).
 
-    Rows that no longer differ from a chosen one are not drawn again while others are left; with
-    fewer distinct rows than clusters the last are repeats.
+    Rows that differ from a chosen one by no more than rounding are not drawn while others are left;
+    with fewer distinct rows than clusters the last are repeats.
 
     Args:
         X: (..., n, d).
@@ -245,6 +249,7 @@ def _seed_rows(
         raise ValueError("sample_weight must not be all 0")
     chosen = torch.empty(b, k, dtype=torch.int64, device=X.device)
     batch = torch.arange(b, device=X.device)
+    X = X - X.mean(dim=1, keepdim=True)
     chosen[:, 0] = _draw(weight, generator)
     nearest = torch.full((b, n), torch.inf, dtype=X.dtype, device=X.device)
     squares = X.square().sum(dim=-1)
@@ -304,7 +309,10 @@ def kmeans(
     flat = rows.reshape(-1, n, d)
     C = _start(flat, n_clusters, init, weight, generator, lead)
 
-    labels = _labels(flat, C)
+    # scores are taken from the mean: far from the origin the expanded square loses its digits
+    mean = flat.mean(dim=1, keepdim=True)
+    near = flat - mean
+    labels = _labels(near, C - mean)
     resting = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
     inertia = _inertia(flat, C, labels, weight) if tol else None
     n_iter = 0
@@ -315,7 +323,7 @@ def kmeans(
         sums, mass = _sums(flat, grouped, n_clusters, weight)
         full = (mass > 0)[..., None] & ~resting[:, None, None]
         C = torch.where(full, sums / torch.where(mass > 0, mass, 1.0)[..., None], C)
-        new = _labels(flat, C)
+        new = _labels(near, C - mean)
         n_iter += 1
         still = (new == labels).all(dim=1)
         if grouped is not labels:
@@ -344,9 +352,7 @@ def _inertia(X, C, labels, weight) -> torch.Tensor:
 def _start(X, k, init, weight, generator, lead) -> torch.Tensor:
     if isinstance(init, torch.Tensor):
         if init.shape != (*lead, k, X.shape[-1]):
-            raise ValueError(
-                f"init must be {(*lead, k, X.shape[-1])}: got {tuple(init.shape)}"
-            )
+            raise ValueError(f"init must be {(*lead, k, X.shape[-1])}: got {tuple(init.shape)}")
         if not bool(torch.isfinite(init).all()):
             raise ValueError("init must be finite: it holds NaN or infinity")
         return init.to(X).reshape(-1, k, X.shape[-1]).clone()

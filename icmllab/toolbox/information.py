@@ -315,8 +315,7 @@ class HuffmanCode:
         if not size or len(data) < 4 + 9 * size:
             raise ValueError(f"data must hold a table of {size} symbols: got {len(data)} bytes")
         symbols = [
-            int.from_bytes(data[4 + 8 * i : 12 + 8 * i], "little", signed=True)
-            for i in range(size)
+            int.from_bytes(data[4 + 8 * i : 12 + 8 * i], "little", signed=True) for i in range(size)
         ]
         lengths = list(data[4 + 8 * size : 4 + 9 * size])
         return cls(torch.tensor(symbols), torch.tensor(lengths))

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 
-
 class _Level(NamedTuple):
     """The n-grams of one length, as numbers in base V; contexts are their leading digits.
 
@@ -220,9 +219,7 @@ class NGramLM:
         """
         self._check()
         if temperature < 0 or n_new < 0:
-            raise ValueError(
-                f"temperature and n_new must be >= 0: got {temperature} and {n_new}"
-            )
+            raise ValueError(f"temperature and n_new must be >= 0: got {temperature} and {n_new}")
         texts = [c.long().cpu() for c in contexts]
         new = torch.empty(len(texts), n_new, dtype=torch.int64)
         for i in range(n_new):
@@ -233,5 +230,8 @@ class NGramLM:
                 p = torch.softmax(p.log() / temperature, dim=1)
                 token = torch.multinomial(p, 1, generator=generator)[:, 0]
             new[:, i] = token
-            texts = [torch.cat([c, t[None]])[-self.order - 1 :] for c, t in zip(texts, token, strict=True)]
+            texts = [
+                torch.cat([c, t[None]])[-self.order - 1 :]
+                for c, t in zip(texts, token, strict=True)
+            ]
         return new

@@ -287,9 +287,7 @@ FAKE_BITS = (*range(2, 9), 16)
 _ZERO_SCALE = 1e-8
 
 
-def absmax_scale(
-    x: torch.Tensor, bits: int, group_size: int, *, dim: int = -1
-) -> torch.Tensor:
+def absmax_scale(x: torch.Tensor, bits: int, group_size: int, *, dim: int = -1) -> torch.Tensor:
     """Scale of each group: max|x| / q_max with q_max = 2^(bits−1) − 1; 1e-8 for a group of zeros.
 
     Args:
@@ -451,9 +449,9 @@ def fake_quant(
 ) -> torch.Tensor:
     """x rounded to its grid and back, with a straight-through gradient.
 
-    x̂ = s·clip(round(x/s), −2^(b−1), q_max), q_max = 2^(b−1) − 1. Without ``scale``, s = max|x|/q_max
-    of the group, taken as a constant: all elements lie inside, and the gradient of x is that of x̂,
-    for the largest too. With it, dx = g·1[−2^(b−1) <= x/s <= q_max], and ds sums
+    x̂ = s·clip(round(x/s), −2^(b−1), q_max) with q_max = 2^(b−1) − 1. Without ``scale``, s is the
+    group's max|x|/q_max, taken as a constant: all elements lie inside, and the gradient of x is
+    that of x̂, for the largest too. With it, dx = g·1[−2^(b−1) <= x/s <= q_max], and ds sums
     g·(round(x/s) − x/s) inside, g·(−2^(b−1)) below, g·q_max above.
 
     Args:
@@ -515,9 +513,7 @@ class CovarianceAccumulator:
 
     def __init__(self, *, damping: float = 1e-4, dead_ratio: float = 1e-3):
         if not damping >= 0 or not dead_ratio >= 0:
-            raise ValueError(
-                f"damping and dead_ratio must be >= 0: got {damping} and {dead_ratio}"
-            )
+            raise ValueError(f"damping and dead_ratio must be >= 0: got {damping} and {dead_ratio}")
         self.damping, self.dead_ratio = damping, dead_ratio
         self.n_samples = 0
         self._sum: torch.Tensor | None = None
