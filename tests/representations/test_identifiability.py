@@ -712,8 +712,10 @@ def test_pruned_specialist_finds_the_block_and_a_free_one_mixes():
     assert clean["r2_relevant"] > mixed["r2_relevant"] + 0.1
     assert clean["leak"] < mixed["leak"]
     assert clean["active"] == 3
-    u = block.model.encode(x)
-    assert float((block.model.decode(u) - x).square().mean()) < 0.05  # the code stays invertible
+    u = block.model.encode(x).detach()
+    assert (
+        float((block.model.decode(u) - x).detach().square().mean()) < 0.05
+    )  # the code stays invertible
 
 
 # Level 2: evaluation
