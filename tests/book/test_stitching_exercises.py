@@ -30,10 +30,14 @@ def test_solution_passes_its_checker(label):
 SLIPS = {
     "stitching-slm": ("mean_b - W @ mean_a", "mean_b", "must minimise"),
     "stitching-invert": ("range(200)", "range(20)", "mean residual"),
-    "stitching-linear": ("unseen(G_B, G_A), unseen(G_A, G_B)", "unseen(G_A, G_B), unseen(G_B, G_A)", "f must be"),
+    "stitching-linear": (
+        "return unseen(G_B, G_A), unseen(G_A, G_B)",
+        "return unseen(G_A, G_B), unseen(G_B, G_A)",
+        "f must be",
+    ),
     "stitching-cue": ("bc[0] > bc[1]", "bc[0] < bc[1]", "uses the"),
     "stitching-mixed": ("a.y[half], b.y[rest]", "a.y[half], a.y[rest]", "go by its colour"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("label", sorted(SLIPS))
