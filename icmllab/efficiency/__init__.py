@@ -1,0 +1,1 @@
+"""Quantizing, compressing and serving models: one module per paper."""
