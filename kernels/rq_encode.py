@@ -17,8 +17,9 @@ Bytes moved for n rows of d channels, M stages of K codewords, in float32:
 
 A program holds 16 rows. The residual stays in its registers through all stages; a stage's shapes
 pass by in tiles of 64 (32 above 64 channels), and a running pair (largest score, its index) is all
-that is kept of them. For n = 8192, K = 256, M = 8, d = 64 the eager scores alone are 134 MB; the fused pass reads
-2.1 MB of rows and writes 66 kB of codes, and 1.05 MB of shapes and codewords stay in L2.
+that is kept of them. For n = 8192, K = 256, M = 8, d = 64 the eager scores alone are 134 MB; the
+fused pass reads 2.1 MB of rows and writes 66 kB of codes, and 1.05 MB of shapes and codewords stay
+in L2.
 
 What limits it is arithmetic: 2 n M K d operations in IEEE float32, since a code that differs in the
 last bits of its score changes the row's later stages. Tensor cores would round the rows to TF32.
