@@ -213,6 +213,17 @@ def test_votes_are_those_of_the_explicit_costs(small):
         assert np.array_equal(dense, votes)
 
 
+def test_costs_that_only_rounding_tells_apart_go_to_the_lowest_index():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        a, e = rng.uniform(0.3, 1.0), rng.uniform(0.01, 0.2)
+        code = torch.full((1, 2), a, dtype=torch.float64)
+        Y = torch.tensor([[a + e, a - e, a + e], [a, a, a]], dtype=torch.float64)
+        for columns in ([0, 1, 2], [1, 0, 2]):
+            found = vl.code_cost_argmin(code, torch.tensor([[0, 1]]), Y[:, columns], 1.0)
+            assert found.best_j.tolist() == [0]
+
+
 def test_searching_all_lists_is_the_full_search_and_few_lists_find_most(small):
     rng = np.random.default_rng(0)
     DX = torch.from_numpy(vl.chord_distances(small.X, small.X[:50]))
@@ -294,7 +305,36 @@ def test_same_stores_link_every_row_with_confidence():
     linker = vl.VectorLinker().fit(X, X[order], seeds)
     assert len(linker.links_) == 280
     assert linker.posterior_.min() > 0.9
+    room = [min(300, 20 + math.floor(20 * (1.7**t - 1))) for t in range(len(linker.anchors_))]
+    assert [len(a) for a in linker.anchors_] == room
+    capped = vl.VectorLinker(max_anchors=50).fit(X, X[order], seeds)
+    assert [len(a) for a in capped.anchors_[:3]] == [20, 34, 50]
+    assert max(len(a) for a in capped.anchors_) == 50
     assert np.array_equal(order[linker.links_[:, 1]], linker.links_[:, 0])
+
+
+def test_rows_of_seeds_are_not_linked_again_on_either_side():
+    X = vl.kernel_encoders(120, 6, seed=2).X
+    seeds = np.stack([np.arange(21)] * 2, axis=1)
+    seeds[20, 1] = 21  # a wrong one: rows 21 of X and 20 of Y are left without their partners
+    linker = vl.VectorLinker(n_rounds=2).fit(X, X, seeds)
+    assert len(linker.links_) > 60
+    for found in linker.rounds_:
+        assert not np.isin(found.chosen.i, seeds[:, 0]).any()
+        assert not np.isin(found.chosen.j, seeds[:, 1]).any()
+
+
+def test_thresholds_are_bounds_that_must_be_exceeded(small):
+    one = vl.link(small, options={"n_rounds": 1, "n_views": 18}).rounds_[0]
+    assert (one.chosen.votes == 15).any()  # posterior mean 16/20, accept = 0.8
+    assert one.posterior.min() > 0.8
+    anchors = [
+        vl.link(small, options={"n_rounds": 2, "growth": 20, "q_level": level}).anchors_[1]
+        for level in (0.01, 0.1, 0.5)
+    ]
+    assert len(anchors[0]) < len(anchors[1]) < len(anchors[2])
+    votes = vl.link(small, options={"n_rounds": 1}).rounds_[0].chosen.votes
+    assert len(anchors[1]) == 20 + (votes >= 13).sum()
 
 
 def test_linker_stops_once_the_anchors_stay_the_same_twice():
@@ -380,6 +420,7 @@ GOOD = unit(30, 4), unit(30, 3, 1), np.stack([np.arange(20)] * 2, axis=1)
         ({"X": np.zeros(3)}, r"X must be \(n, d\)"),
         ({"seed_vectors": (unit(5, 4), unit(4, 3))}, "seed_vectors must be"),
         ({"seed_vectors": (unit(5, 3), unit(5, 3))}, "seed_vectors must be"),
+        ({"seed_vectors": (unit(5, 4),)}, "seed_vectors must be a pair"),
         ({"q_min": 0.0}, "q_min must be in"),
         ({"accept": 1.0}, "accept must be in"),
         ({"q_level": 1.5}, "q_level must be in"),
@@ -473,6 +514,19 @@ def test_random_features_have_the_named_kernel(kernel):
     z = vl.make_latents(60).z
     expected = vl.kernel_similarity(cdist(z, z) / 2, kernel)
     assert np.abs(made.X @ made.X.T - expected).max() < 0.03
+
+
+def test_warp_bends_the_latents_and_noise_has_its_size():
+    z = vl.make_latents(60).z
+    plain, warped = (
+        vl.kernel_encoders(60, ell=(2, 2), dim=(20_000, 8), noise=0, warp=warp) for warp in (0, 0.6)
+    )
+    expected = vl.kernel_similarity(cdist(z, z) / 2, "gauss")
+    assert np.abs(plain.X @ plain.X.T - expected).max() < 0.04
+    assert np.abs(warped.X @ warped.X.T - expected).max() > 0.1
+    # rows of length 1 and noise of length 0.5 at a right angle
+    noisy = vl.kernel_encoders(60, ell=(2, 2), dim=(20_000, 8), noise=0.5)
+    assert (plain.X * noisy.X).sum(axis=1) == pytest.approx(1 / math.sqrt(1.25), abs=0.02)
 
 
 def test_frequencies_of_t3_are_heavier_than_gaussian_ones():
@@ -572,6 +626,17 @@ def test_local_consistency_of_a_scaled_copy_is_perfect_and_of_noise_is_none():
     same = vl.local_consistency(X, 7 * X @ Q, 2000)
     assert same.spearman.tolist() == pytest.approx([1, 1, 1])
     assert same.sd_log_ratio.max() < 1e-12
+    spread = vl.local_consistency(X, unit(200, 8, 3), np.array([[0, 1], [2, 3], [4, 5]]), (0, 1))
+    Y, pairs = unit(200, 8, 3), ((0, 1), (2, 3), (4, 5))
+    logs = [math.log(math.dist(X[a], X[b]) / math.dist(Y[a], Y[b])) for a, b in pairs]
+    assert spread.sd_log_ratio.tolist() == pytest.approx([np.std(logs)])
+    # bins are those of X
+    drawn = np.random.default_rng(0).permutation(200).reshape(100, 2)
+    x, y = (np.linalg.norm(Z[drawn[:, 0]] - Z[drawn[:, 1]], axis=1) for Z in (X, Y))
+    short, far = np.split(np.argsort(x), [30])
+    rho = [scipy.stats.spearmanr(x[rows], y[rows]).statistic for rows in (short, far)]
+    got = vl.local_consistency(X, Y, drawn, (0, 0.3, 1))
+    assert got.spearman.tolist() == pytest.approx(rho)
     assert same["bin"].tolist() == [(0, 0.02), (0.02, 0.5), (0.5, 1)]
     noise = vl.local_consistency(X, unit(200, 8, 3), 20_000)
     assert noise.spearman.abs().max() < 0.15
@@ -594,6 +659,7 @@ def test_local_consistency_of_a_scaled_copy_is_perfect_and_of_noise_is_none():
         (lambda: vl.local_consistency(unit(5, 2), unit(4, 2)), "same objects"),
         (lambda: vl.local_consistency(unit(5, 2), unit(5, 2), 9, (0.5, 0.2)), "quantiles must"),
         (lambda: vl.local_consistency(unit(5, 2), unit(5, 2), np.ones(3)), "pairs must be"),
+        (lambda: vl.local_consistency(unit(5, 2), unit(5, 2), np.array([[0, 5]])), r"in 0\.\.4"),
         (lambda: vl.study_run(run="nothing/1"), "run must be one of RUNS"),
     ],
 )
@@ -622,6 +688,15 @@ def test_bootstrapped_procrustes_starts_from_the_seeds_alone_and_gains(problem, 
     first = vl.procrustes_links(problem.X, problem.Y, seeds)
     known = np.isin(first[:, 0], seeds[:, 0]) | np.isin(first[:, 1], seeds[:, 1])
     assert np.array_equal(found.iterative[0], first[~known])
+    binding = False
+    for t in (1, 2, 3):
+        before, room = found.iterative[t - 1], math.floor(20 * (1.7**t - 1))
+        pairs = np.concatenate([seeds, before[:room]])
+        again = vl.procrustes_links(problem.X, problem.Y, pairs)
+        known = np.isin(again[:, 0], seeds[:, 0]) | np.isin(again[:, 1], seeds[:, 1])
+        assert np.array_equal(found.iterative[t], again[~known])
+        binding |= len(before) > room
+    assert binding
     recall = [vl.score(links, problem).recall for links in found.iterative]
     assert recall[-1] > 3 * recall[0]
 
@@ -631,6 +706,10 @@ def test_one_shot_codes_link_a_rotated_and_scaled_store_from_few_seeds():
     order = np.random.default_rng(2).permutation(80)
     pairs = np.stack([order, np.arange(80)], axis=1)
     links = vl.one_shot_links(X, 3 * X[order], pairs[:12])
+    assert vl.link_metrics(links, pairs, pairs[:12])[:2] == (1, 1)
+    # z-scores undo what an encoder adds to all distances and multiplies them by
+    Y = np.concatenate([X, np.ones((80, 1))], axis=1)[order]  # distances shrink by the root of 2
+    links = vl.one_shot_links(X, Y, pairs[:12])
     assert vl.link_metrics(links, pairs, pairs[:12])[:2] == (1, 1)
 
 
@@ -642,6 +721,22 @@ def test_gromov_wasserstein_aligns_points_on_an_uneven_arc():
     links = vl.gromov_wasserstein_links(X, X[order], 14)
     got = vl.link_metrics(links, np.stack([order, np.arange(14)], axis=1))
     assert got.recall > 0.5
+
+
+def test_gromov_wasserstein_needs_a_start_that_holds_the_seeds():
+    pytest.importorskip("ot")
+    p = vl.make_problem(vl.kernel_encoders(seed=0), n=90, overlap=60, seed=0)
+    blind, led = (
+        vl.score(vl.gromov_wasserstein_links(p.X, p.Y, 60, seeds), p) for seeds in (None, p.seeds)
+    )
+    assert blind.f1 < 0.3 < 0.6 < led.f1
+    fewer = p.seeds[p.seeds[:, 1] < 80]
+    links = vl.gromov_wasserstein_links(p.X, p.Y[:80], 50, fewer)
+    assert len(links) == 50
+    everyone = vl.gromov_wasserstein_links(p.X, p.Y, 60, p.truth)
+    assert vl.link_metrics(everyone, p.truth).f1 > 0.8
+    with pytest.raises(ValueError, match=r"overlap must be in 20\.\.90: got 19"):
+        vl.gromov_wasserstein_links(p.X, p.Y, 19, p.seeds)
 
 
 # Shipped runs and files
