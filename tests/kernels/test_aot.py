@@ -154,7 +154,7 @@ def test_a_baseline_does_the_same_work(name, other):
         if name == "adamw_power_step":
             got = [inputs[k][0].flatten() for k in ("params", "exp_avgs", "exp_avg_sqs")]
         else:
-            got = [got]
+            got = list(got) if isinstance(got, tuple) else [got]
         assert len(settings.tolerance) == len(got)
         for mine, theirs in zip(truth, got, strict=True):
             torch.testing.assert_close(
