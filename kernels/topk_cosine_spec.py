@@ -157,6 +157,8 @@ def _bench(device: torch.device) -> Inputs:
 
 def _eager_topk(x: Inputs) -> Outputs:
     """Normalise, multiply, ``torch.topk``, a block of 4096 queries at a time."""
+    if x["k"] is None or "exclude" in x or x["k"] > len(x["K"]):
+        return _eager(x)  # what torch.topk does not do
     Q, K = (torch.nn.functional.normalize(m, dim=1) for m in (x["Q"], x["K"]))
     return tuple(
         torch.cat(p) for p in zip(*((q @ K.T).topk(x["k"]) for q in Q.split(4096)), strict=True)

@@ -149,6 +149,8 @@ def test_a_baseline_does_the_same_work(name, other):
             continue
         if len(inputs.get("grads", [0])) > 1 or "nothing" in case or "tensors" in case:
             continue
+        if name == "topk_cosine" and ("ties" in case or "zero" in case):
+            continue  # torch.topk promises no order among equal scores
         truth = spec.truth(to_double(make_inputs(spec, case)))
         got = spec.baselines[other](inputs)
         if name == "adamw_power_step":
