@@ -131,7 +131,8 @@ class StudentKernel:
 
         from icmllab.course.sandbox import kill_family
 
-        process = getattr(getattr(self.manager, "provisioner", None), "process", None)
+        manager = getattr(self, "manager", None)  # starting may have failed before there was one
+        process = getattr(getattr(manager, "provisioner", None), "process", None)
         if process is None or process.poll() is not None:
             return
         with contextlib.suppress(psutil.Error):
