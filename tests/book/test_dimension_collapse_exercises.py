@@ -1,31 +1,23 @@
 """The chapter's solutions, run as they are printed, and wrong ones, which the checkers refuse."""
 
 import math
-import re
 
 import pytest
 import torch
+from exercise_helpers import Exercises
 
-from icmllab.notebook import chapters
 from icmllab.representations import dimension_collapse as dc
 
-TEXT = chapters.source_path("representations/dimension_collapse").read_text(encoding="utf-8")
-SOLUTIONS = dict(
-    re.findall(r"^````\{solution\} (\S+)\n.*?^```python\n(.*?)^```$", TEXT, re.S | re.M)
-)
+EXERCISES = Exercises("representations/dimension_collapse", "dc", dc)
 
 
 def test_every_exercise_has_a_solution_with_code():
-    labels = re.findall(r"^```\{exercise\}\n:label: (\S+)", TEXT, re.M)
-    assert len(labels) == 6
-    assert set(SOLUTIONS) == set(labels)
+    EXERCISES.check_complete(6)
 
 
-@pytest.mark.parametrize("label", sorted(SOLUTIONS))
+@pytest.mark.parametrize("label", EXERCISES.labels)
 def test_solution_passes_its_checker(label):
-    code = SOLUTIONS[label]
-    assert re.search(r"^dc\.check_\w+\(fn\)$", code, re.M)
-    exec(compile(code, label, "exec"), {"dc": dc})
+    EXERCISES.run(label)
 
 
 def swapped_references(S, eta):

@@ -1,29 +1,20 @@
 """The chapter's solutions, run as they are printed."""
 
-import re
-
 import pytest
+from exercise_helpers import Exercises
 
-from icmllab.notebook import chapters
 from icmllab.representations import stitching
 
-TEXT = chapters.source_path("representations/stitching").read_text(encoding="utf-8")
-SOLUTIONS = dict(
-    re.findall(r"^````\{solution\} (\S+)\n.*?^```python\n(.*?)^```$", TEXT, re.S | re.M)
-)
+EXERCISES = Exercises("representations/stitching", "st", stitching)
 
 
 def test_every_exercise_has_a_solution_with_code():
-    labels = re.findall(r"^```\{exercise\}\n:label: (\S+)", TEXT, re.M)
-    assert len(labels) == 5
-    assert set(SOLUTIONS) == set(labels)
+    EXERCISES.check_complete(5)
 
 
-@pytest.mark.parametrize("label", sorted(SOLUTIONS))
+@pytest.mark.parametrize("label", EXERCISES.labels)
 def test_solution_passes_its_checker(label):
-    code = SOLUTIONS[label]
-    assert re.search(r"^st\.check_\w+\(fn\)$", code, re.M)
-    exec(compile(code, label, "exec"), {"st": stitching})
+    EXERCISES.run(label)
 
 
 # each solution with one plausible slip, and what its checker then says
@@ -42,8 +33,4 @@ SLIPS = {
 
 @pytest.mark.parametrize("label", sorted(SLIPS))
 def test_solution_with_a_slip_is_refused(label):
-    right, wrong, message = SLIPS[label]
-    assert right in SOLUTIONS[label]
-    code = SOLUTIONS[label].replace(right, wrong)
-    with pytest.raises(AssertionError, match=message):
-        exec(compile(code, label, "exec"), {"st": stitching})
+    EXERCISES.refuse(label, *SLIPS[label])

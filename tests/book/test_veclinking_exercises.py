@@ -1,32 +1,23 @@
 """The chapter's solutions, run as they are printed, and plausible slips, which must not pass."""
 
-import re
-
 import numpy as np
 import pytest
 import scipy.stats
+from exercise_helpers import Exercises
 from scipy.special import betaincinv
 
-from icmllab.notebook import chapters
 from icmllab.representations import veclinking as vl
 
-TEXT = chapters.source_path("representations/veclinking").read_text(encoding="utf-8")
-SOLUTIONS = dict(
-    re.findall(r"^````\{solution\} (\S+)\n.*?^```python\n(.*?)^```$", TEXT, re.S | re.M)
-)
+EXERCISES = Exercises("representations/veclinking", "vl", vl)
 
 
 def test_every_exercise_has_a_solution_with_code():
-    labels = re.findall(r"^```\{exercise\}\n:label: (\S+)", TEXT, re.M)
-    assert len(labels) == 5
-    assert set(SOLUTIONS) == set(labels)
+    EXERCISES.check_complete(5)
 
 
-@pytest.mark.parametrize("label", sorted(SOLUTIONS))
+@pytest.mark.parametrize("label", EXERCISES.labels)
 def test_solution_passes_its_checker(label, capsys):
-    code = SOLUTIONS[label]
-    assert re.search(r"^vl\.check_\w+\(fn\)$", code, re.M)
-    exec(compile(code, label, "exec"), {"vl": vl})
+    EXERCISES.run(label)
     if label == "veclinking-outside":  # seeds outside cost little, as the text says
         outside, inside = map(float, capsys.readouterr().out.split())
         assert inside > 0.7

@@ -1,31 +1,22 @@
 """The world-geometry chapter's exercises: its solutions pass their checkers, slips do not."""
 
-import re
-
 import pytest
 import torch
+from exercise_helpers import Exercises
 
-from icmllab.notebook import chapters
 from icmllab.representations import world_geometry as wg
 from icmllab.toolbox.similarity import cka_linear, cka_unbiased
 
-TEXT = chapters.source_path("representations/world_geometry").read_text(encoding="utf-8")
-SOLUTIONS = dict(
-    re.findall(r"^````\{solution\} (\S+)\n.*?^```python\n(.*?)^```$", TEXT, re.S | re.M)
-)
+EXERCISES = Exercises("representations/world_geometry", "wg", wg)
 
 
 def test_every_exercise_has_a_solution_with_code():
-    labels = re.findall(r"^```\{exercise\}\n:label: (\S+)", TEXT, re.M)
-    assert len(labels) == 5
-    assert set(SOLUTIONS) == set(labels)
+    EXERCISES.check_complete(5)
 
 
-@pytest.mark.parametrize("label", sorted(SOLUTIONS))
+@pytest.mark.parametrize("label", EXERCISES.labels)
 def test_solution_passes_its_checker(label):
-    code = SOLUTIONS[label]
-    assert re.search(r"^wg\.check_\w+\(\w+\)$", code, re.M)
-    exec(compile(code, label, "exec"), {"wg": wg})
+    EXERCISES.run(label)
 
 
 def turn(a, b, c):
