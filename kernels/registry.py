@@ -90,6 +90,7 @@ class KernelSpec:
         baselines: the same work as others do it, on ``inputs``; ``eager`` must be one of them, and
             the benchmark also gives it to ``torch.compile``.
         note: what to know when reading the kernel's line of the benchmark.
+        beyond_baselines: cases that ask for more than the baselines do.
     """
 
     name: str
@@ -106,6 +107,7 @@ class KernelSpec:
     timed: Callable[[Inputs], object]
     baselines: Mapping[str, Callable[[Inputs], object]]
     note: str = ""
+    beyond_baselines: frozenset[str] = frozenset()
 
 
 @cache

@@ -30,7 +30,6 @@ from icmllab.kernels.lut_scores import lut_scores as table_scores
 from icmllab.kernels.rq_encode import MAX_CODES, rq_encode
 from icmllab.toolbox.clustering import (
     cluster_sums,
-    kmeans,
     kmeans_plus_plus,
     nearest_centroid,
     usage_perplexity,
@@ -46,6 +45,7 @@ from icmllab.toolbox.kv_cache import (
     mean_cosine,
     relative_mse,
 )
+from icmllab.toolbox.linalg import as_matrix
 from icmllab.toolbox.quantization import quantize_groupwise
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
     "GainShape",
     "GainShapeKMeans",
     "KVQuantizer",
-    "Lloyd",
+    "Probe",
     "QuantizedKV",
     "ResidualQuantizer",
     "attention",
@@ -76,6 +76,7 @@ __all__ = [
     "mean_cosine",
     "quantizer_run",
     "relative_mse",
+    "retrieval_probe",
     "retrieval_run",
     "scalar_run",
     "study_run",
@@ -95,14 +96,9 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _rows(name: str, X: object) -> torch.Tensor:
-    """``X`` as a finite (n, d) tensor in float32 or float64."""
-    X = torch.as_tensor(X).detach()
-    if X.ndim != 2 or 0 in X.shape:
-        raise ValueError(f"{name} must be (n, d) with n, d >= 1: got shape {tuple(X.shape)}")
-    X = X if X.dtype == torch.float64 else X.float()
-    if not bool(torch.isfinite(X).all()):
-        raise ValueError(f"{name} must be finite: it holds NaN or infinity")
-    return X
+    """``X`` as a finite (n, d) tensor in float64, or else float32."""
+    X = as_matrix(name, X).detach()
+    return X if X.dtype == torch.float64 else X.float()
 
 
 def _weights(name: str, w: object, size: int, like: torch.Tensor) -> torch.Tensor:
@@ -399,54 +395,6 @@ class GainShapeKMeans(ClusterMixin, TransformerMixin, BaseEstimator):
 # Baselines
 
 
-class Lloyd(ClusterMixin, BaseEstimator):
-    """Weighted k-means in the metric of h, with the toolbox's Lloyd iterations.
-
-    Args:
-        n_clusters: K.
-        init: "random" or "kmeans++".
-        max_iter: rounds.
-        random_state: seed; None is 0.
-    """
-
-    def __init__(
-        self,
-        n_clusters: int = 256,
-        *,
-        init: str = "random",
-        max_iter: int = 12,
-        random_state: int | None = None,
-    ):
-        self.n_clusters = n_clusters
-        self.init = init
-        self.max_iter = max_iter
-        self.random_state = random_state
-
-    def fit(self, X, y=None, sample_weight=None, channel_weight=None):
-        """Fit to rows (n, d); weights as in :meth:`GainShapeKMeans.fit`."""
-        X = _rows("X", X)
-        w = _weights("sample_weight", sample_weight, len(X), X)
-        root = _weights("channel_weight", channel_weight, X.shape[1], X).sqrt()
-        found = kmeans(
-            X * root,
-            self.n_clusters,
-            init=self.init,
-            max_iter=self.max_iter,
-            sample_weight=w,
-            generator=_generator(0 if self.random_state is None else self.random_state),
-        )
-        self.cluster_centers_ = found.centroids / root
-        self.labels_ = found.labels
-        self.channel_root_ = root
-        return self
-
-    def predict(self, X) -> torch.Tensor:
-        """The nearest centroid in the metric: (n,) int64."""
-        X = _rows("X", X).to(self.cluster_centers_)
-        root = self.channel_root_
-        return nearest_centroid(X * root, self.cluster_centers_ * root).labels
-
-
 class EMAQuantizer(ClusterMixin, BaseEstimator):
     """Vector quantisation by exponential moving averages, as in VQ-VAE.
 
@@ -511,7 +459,7 @@ class ResidualQuantizer:
     Args:
         n_stages: M.
         n_clusters: K <= 256, so that a code is a byte.
-        kmeans: "gskm", "lloyd" (random rows) or "lloyd++", or an estimator with
+        kmeans: "gskm", "lloyd" for scikit-learn's KMeans from random rows, or an estimator with
             ``cluster_centers_``, which is cloned and given each stage's seed.
         beam: rows keep this many partial codes; 1 is greedy.
         random_state: seed; stage m takes ``random_state + m``.
@@ -550,68 +498,60 @@ class ResidualQuantizer:
         self._estimator(0)
 
     def _estimator(self, stage: int):
-        seed = self.random_state + stage
+        """The estimator of a stage, not yet fitted."""
+        from sklearn.cluster import KMeans
+
         named = {
-            "gskm": lambda: GainShapeKMeans(
-                self.n_clusters,
-                max_iter=self.max_iter,
-                random_state=seed,
-                spare="unused" if stage else "error",
-            ),
-            "lloyd": lambda: Lloyd(self.n_clusters, max_iter=self.max_iter, random_state=seed),
-            "lloyd++": lambda: Lloyd(
-                self.n_clusters, init="kmeans++", max_iter=self.max_iter, random_state=seed
-            ),
+            "gskm": lambda: GainShapeKMeans(max_iter=self.max_iter),
+            "lloyd": lambda: KMeans(init="random", n_init=1, max_iter=self.max_iter),
         }
         if isinstance(self.kmeans, str):
             if self.kmeans not in named:
                 raise ValueError(
                     f"kmeans must be one of {', '.join(named)} or an estimator: got {self.kmeans!r}"
                 )
-            return named[self.kmeans]()
-        made = clone(self.kmeans)
-        options = {"n_clusters": self.n_clusters, "random_state": seed}
-        if stage and "spare" in made.get_params():
-            options["spare"] = "unused"
+            made = named[self.kmeans]()
+        else:
+            made = clone(self.kmeans)
+        options = {"n_clusters": self.n_clusters, "random_state": self.random_state + stage}
+        if stage and isinstance(made, GainShapeKMeans):
+            options["spare"] = "unused"  # what is left over may be zero
         return made.set_params(**options)
 
     def fit(self, X, sample_weight=None, channel_weight=None) -> "ResidualQuantizer":
         """Fit all stages, one after the other, to the rows that each leaves over.
 
+        Any estimator serves a metric: it sees X∘√h, and its centres are divided by √h.
+
         Args:
             X: (n, d).
             sample_weight: (n,) > 0.
-            channel_weight: (d,) > 0, of the metric.
+            channel_weight: h (d,) > 0, of the metric Σ_j h_j (x_j − c_j)².
 
         Raises:
             ValueError: as the estimators.
         """
         X = _rows("X", X)
         h = _weights("channel_weight", channel_weight, X.shape[1], X)
+        w = None if sample_weight is None else _weights("sample_weight", sample_weight, len(X), X)
         self.stages_, shapes, biases, words = [], [], [], []
-        r = X.clone()
+        r, root = X.clone(), h.sqrt()
         for stage in range(self.n_stages):
             made = self._estimator(stage)
-            options = {} if sample_weight is None else {"sample_weight": sample_weight}
-            if channel_weight is not None:
-                options["channel_weight"] = channel_weight
-            if isinstance(made, GainShapeKMeans | Lloyd | EMAQuantizer):
-                made.fit(r, **options)
-            else:
-                made.fit(r.cpu().numpy(), **options)
-            C = torch.as_tensor(made.cluster_centers_).to(X)
-            if isinstance(made, GainShapeKMeans):  # √h twice: rows are not in the metric
-                s, b = made.shapes_ * h.sqrt(), made.barred_
-            else:
+            Z = (r * root).cpu().numpy()
+            made.fit(Z, sample_weight=None if w is None else w.cpu().numpy())
+            C = torch.as_tensor(made.cluster_centers_).to(X) / root
+            if isinstance(made, GainShapeKMeans):
+                s, b = made.shapes_.to(X) * root, made.barred_.to(X)
+            else:  # ‖r − c‖² is least where ⟨r, c⟩ − ‖c‖²/2 is largest
                 s, b = C * h, -(C.square() * h).sum(dim=1) / 2
-            found = rq_encode(r, s[None].contiguous(), b[None].contiguous(), C[None].contiguous())
-            r = found.residual
+            r = rq_encode(r, s[None], b[None], C[None]).residual
             self.stages_.append(made)
             shapes.append(s)
             biases.append(b)
             words.append(C)
         self.shapes_, self.bias_, self.codebooks_ = (
-            torch.stack(part).contiguous() for part in (shapes, biases, words)
+            torch.stack(part) for part in (shapes, biases, words)
         )
         self.channel_weight_, self.residual_ = h, r
         return self
@@ -982,17 +922,7 @@ def attention_output_error(
     *,
     scale: float | None = None,
 ) -> AttentionError:
-    """What decoded keys and values do to attention, for one head.
-
-    Args:
-        q: (n_q, d).
-        k, v: (n, d) exact.
-        k_hat, v_hat: (n, d) decoded.
-        scale: of the logits; None means 1/√d.
-
-    Returns:
-        Relative squared error of the outputs, KL divergence, share of equal top keys.
-    """
+    """:func:`icmllab.toolbox.kv_cache.attention_error` of one head: all arguments are (n, d)."""
     four = [x[None, None] for x in (q, k, v, k_hat, v_hat)]
     return attention_error(*four, scale=scale)
 
@@ -1153,18 +1083,37 @@ def quantizer_run(
     return out
 
 
-def retrieval_run(
-    method: str,
-    seed: int,
-    *,
-    data: str = "A",
-    n_stages: int = 4,
-    token_scale: bool = False,
-) -> dict[str, float]:
-    """Attention over decoded keys: does a noisy copy of a key still find it?
+class Probe(NamedTuple):
+    """Keys to decode, and what attends to them.
 
-    Keys are the first 1024 test rows, values N(0, I); a query is a key's direction with noise; the
-    logits have standard deviation 3.
+    Attributes:
+        train: (6000, 64) rows like the keys.
+        keys: (1024, 64), test rows.
+        values: (1024, 64), N(0, I).
+        queries: (512, 64), each a key's direction with noise.
+        scale: gives the logits of exact keys a standard deviation of 3.
+    """
+
+    train: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    scale: float
+
+    def errors(self, decoded: torch.Tensor) -> dict[str, float]:
+        """What decoded keys (1024, 64) do: relative squared output error, KL divergence, top-1."""
+        found = attention_output_error(
+            self.queries, self.keys, self.values, decoded, self.values, scale=self.scale
+        )
+        top1 = topk_retrieval(self.queries, self.keys, decoded)
+        return {"output": float(found.output), "kl": float(found.kl), "top1": top1}
+
+
+def retrieval_probe(data: str, seed: int) -> Probe:
+    """Does a noisy copy of a key still find it among 1024 decoded ones?
+
+    Args:
+        data: as for :func:`split`, and so is ``seed``.
     """
     train, test = split(data, seed)
     keys = test[:1024]
@@ -1173,44 +1122,23 @@ def retrieval_run(
     j = torch.randint(1024, (512,), generator=g)
     noise = 0.5 * torch.randn(512, DIM, generator=g) / math.sqrt(DIM)
     queries = keys[j] / keys[j].norm(dim=1, keepdim=True) + noise
-    fit_on, rho = train, torch.ones(len(keys), 1)
-    coded = keys
-    if token_scale:
-        fit_on = train / _token_scale(train)[:, None]
-        rho = _token_scale(keys)[:, None]
-        coded = keys / rho
+    return Probe(train, keys, values, queries, 3 / float((queries @ keys.T).std()))
+
+
+def retrieval_run(method: str, seed: int, *, data: str = "A", n_stages: int = 4) -> dict:
+    """:func:`retrieval_probe` with keys of a residual quantiser without token scales."""
+    probe = retrieval_probe(data, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        q = quantizer(method, n_stages, seed).fit(fit_on)
-    decoded = q.decode(q.encode(coded)) * rho
-    scale = 3 / float((queries @ keys.T).std())
-    error = attention_output_error(queries, keys, values, decoded, values, scale=scale)
-    return {
-        "output": float(error.output),
-        "kl": float(error.kl),
-        "top1": topk_retrieval(queries, keys, decoded),
-    }
+        q = quantizer(method, n_stages, seed).fit(probe.train)
+    return probe.errors(q.decode(q.encode(probe.keys)))
 
 
 def scalar_run(bits: int, seed: int, *, data: str = "A") -> dict[str, float]:
     """The same probe with scalar codes, per channel in groups of 128 tokens, as KIVI codes keys."""
-    _, test = split(data, seed)
-    keys = test[:1024]
-    made = quantize_groupwise(keys, bits, 0, 128)
-    g = _generator(1000 + seed)
-    values = torch.randn(1024, DIM, generator=g)
-    j = torch.randint(1024, (512,), generator=g)
-    noise = 0.5 * torch.randn(512, DIM, generator=g) / math.sqrt(DIM)
-    queries = keys[j] / keys[j].norm(dim=1, keepdim=True) + noise
-    decoded = made.dequantize()
-    scale = 3 / float((queries @ keys.T).std())
-    error = attention_output_error(queries, keys, values, decoded, values, scale=scale)
-    return {
-        "bits": made.n_bits / keys.numel(),
-        "output": float(error.output),
-        "top1": topk_retrieval(queries, keys, decoded),
-        "mse_8": float(relative_mse(keys, decoded)),
-    }
+    probe = retrieval_probe(data, seed)
+    made = quantize_groupwise(probe.keys, bits, 0, 128)
+    return {"bits": made.n_bits / probe.keys.numel(), **probe.errors(made.dequantize())}
 
 
 def weighting_run(seed: int, *, n_stages: int = 4, method: str = "gskm") -> dict[str, float]:
@@ -1225,11 +1153,9 @@ def weighting_run(seed: int, *, n_stages: int = 4, method: str = "gskm") -> dict
     out = {}
     exact = queries @ keys.T
     for name, metric in (("plain", None), ("weighted", h)):
-        made = GainShapeKMeans(max_iter=12) if method == "gskm" else Lloyd(max_iter=12)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            q = ResidualQuantizer(n_stages, kmeans=made, random_state=100 * seed)
-            q.fit(train, channel_weight=metric)
+            q = quantizer(method, n_stages, seed).fit(train, channel_weight=metric)
         decoded = q.decode(q.encode(keys / scale[N_TRAIN:, None])) * scale[N_TRAIN:, None]
         out[f"{name}_logit"] = float((queries @ decoded.T - exact).square().mean())
         out[f"{name}_mse"] = float(relative_mse(keys, decoded))
@@ -1247,7 +1173,7 @@ RUNS = (
     *(f"retrieval {m} {s} 4" for m in ("gskm", "random") for s in range(3, 11)),
     *(f"retrievalB {m} {s} 8" for m in ("gskm", "random") for s in range(3)),
     *(f"scalar {b} {s}" for b in (1, 2) for s in range(3)),
-    *(f"weighting gskm {s}" for s in range(10)),
+    *(f"weighting {m} {s}" for m in ("gskm", "random") for s in range(10)),
 )  # fmt: skip
 """The shipped runs: data set ("+" with token scale), method, seed; and the probes."""
 

@@ -227,7 +227,7 @@ def test_spare_codewords_are_never_chosen():
 # Residual quantisation
 
 
-@pytest.mark.parametrize("kind", ["gskm", "lloyd", "lloyd++", KMeans(n_init=1, max_iter=5)])
+@pytest.mark.parametrize("kind", ["gskm", "lloyd", KMeans(n_init=1, max_iter=5)])
 def test_codes_are_those_of_stage_by_stage_search(kind):
     X, new = rows(300, 8, dtype=F32), rows(50, 8, seed=9, dtype=F32)
     with warnings.catch_warnings():
