@@ -1142,23 +1142,46 @@ def scalar_run(bits: int, seed: int, *, data: str = "A") -> dict[str, float]:
 
 
 def weighting_run(seed: int, *, n_stages: int = 4, method: str = "gskm") -> dict[str, float]:
-    """Data B with token scale: squared logit error with and without h_j = E[q_j²]."""
+    """Data B with token scale: what weights from calibration queries do to held-out logits.
+
+    Args:
+        seed: of rows and queries.
+        n_stages: M.
+        method: as for :func:`quantizer`.
+
+    Returns:
+        For "plain", "channels" (h_j = E[q_j²]), "tokens" (attention mass) and "both": ``_logit``,
+        the mean squared error of the logits, ``_mse`` of the keys, ``_output`` of attention.
+    """
     X = kv_like(N_TRAIN + N_TEST, seed)
-    scale = _token_scale(X)
-    train, keys = X[:N_TRAIN] / scale[:N_TRAIN, None], X[N_TRAIN:]
+    rho = _token_scale(X)[:, None]
+    train, keys = X[:N_TRAIN], X[N_TRAIN:]
     g = _generator(2000 + seed)
     channel = torch.exp(torch.randn(DIM, generator=g))
     calibration, queries = (torch.randn(n, DIM, generator=g) * channel for n in (1024, 512))
+    values = torch.randn(N_TEST, DIM, generator=g)
     h = calibration.square().mean(dim=0)
-    out = {}
+    logits = calibration @ train.T
+    mass = (3 * logits / logits.std()).softmax(dim=1).mean(dim=0)
+    mass = mass.clamp_min(0.1 * float(mass.mean()))
     exact = queries @ keys.T
-    for name, metric in (("plain", None), ("weighted", h)):
+    scale = 3 / float(exact.std())
+    out = {}
+    for name, rows, channels in (
+        ("plain", None, None),
+        ("channels", None, h),
+        ("tokens", mass, None),
+        ("both", mass, h),
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            q = quantizer(method, n_stages, seed).fit(train, channel_weight=metric)
-        decoded = q.decode(q.encode(keys / scale[N_TRAIN:, None])) * scale[N_TRAIN:, None]
+            q = quantizer(method, n_stages, seed)
+            q.fit(train / rho[:N_TRAIN], sample_weight=rows, channel_weight=channels)
+        decoded = q.decode(q.encode(keys / rho[N_TRAIN:])) * rho[N_TRAIN:]
+        error = attention_output_error(queries, keys, values, decoded, values, scale=scale)
         out[f"{name}_logit"] = float((queries @ decoded.T - exact).square().mean())
         out[f"{name}_mse"] = float(relative_mse(keys, decoded))
+        out[f"{name}_output"] = float(error.output)
     return out
 
 
@@ -1173,7 +1196,8 @@ RUNS = (
     *(f"retrieval {m} {s} 4" for m in ("gskm", "random") for s in range(3, 11)),
     *(f"retrievalB {m} {s} 8" for m in ("gskm", "random") for s in range(3)),
     *(f"scalar {b} {s}" for b in (1, 2) for s in range(3)),
-    *(f"weighting {m} {s}" for m in ("gskm", "random") for s in range(10)),
+    *(f"weighting {m} {s} 4" for m in ("gskm", "random") for s in range(10)),
+    *(f"weighting {m} {s} 8" for m in ("gskm", "random") for s in range(3)),
 )  # fmt: skip
 """The shipped runs: data set ("+" with token scale), method, seed; and the probes."""
 
@@ -1193,7 +1217,7 @@ def study_run(run: str) -> dict[str, float]:
     if kind == "scalar":
         return scalar_run(int(method), int(seed))
     if kind == "weighting":
-        return weighting_run(int(seed), method=method)
+        return weighting_run(int(seed), n_stages=int(rest[0]), method=method)
     return quantizer_run(kind[0], method, int(seed), token_scale=kind.endswith("+"))
 
 

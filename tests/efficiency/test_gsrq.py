@@ -444,8 +444,8 @@ def test_the_mean_length_is_too_long_a_gain():
 
 def test_weighting_by_the_queries_serves_the_logits_and_not_the_rows():
     found = gsrq.weighting_run(0)
-    assert found["weighted_logit"] < 0.75 * found["plain_logit"]
-    assert found["weighted_mse"] > 1.3 * found["plain_mse"]
+    assert found["channels_logit"] < 0.75 * found["plain_logit"]
+    assert found["channels_mse"] > 1.3 * found["plain_mse"]
 
 
 def test_ema_quantiser_learns_clusters():
