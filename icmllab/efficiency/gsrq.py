@@ -135,7 +135,14 @@ def gskm_assign(X: torch.Tensor, shapes: torch.Tensor) -> torch.Tensor:
     Args:
         X: (n, d).
         shapes: (K, d) unit rows.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    if X.ndim != 2 or shapes.ndim != 2 or shapes.shape[1] != X.shape[1]:
+        raise ValueError(
+            f"X and shapes must be (n, d) and (K, d): got {tuple(X.shape)}, {tuple(shapes.shape)}"
+        )
     return (X @ shapes.T).argmax(dim=1)
 
 
@@ -165,12 +172,18 @@ def gskm_update(
         previous: (K, d) shapes that cells without a direction keep; None leaves them zero.
 
     Raises:
-        ValueError: an unknown option.
+        ValueError: an unknown option, or arguments that do not fit.
     """
     if shape not in ("sum", "unit"):
         raise ValueError(f"shape must be 'sum' or 'unit': got {shape!r}")
     if gain not in ("projection", "mean_norm"):
         raise ValueError(f"gain must be 'projection' or 'mean_norm': got {gain!r}")
+    if X.ndim != 2:
+        raise ValueError(f"X must be (n, d): got {tuple(X.shape)}")
+    if previous is not None and previous.shape != (n_clusters, X.shape[1]):
+        raise ValueError(
+            f"previous must be ({n_clusters}, {X.shape[1]}): got {tuple(previous.shape)}"
+        )
     w = _weights("sample_weight", sample_weight, len(X), X)
     sums, weights = cluster_sums(X, labels, n_clusters, w)
     lengths = X.norm(dim=1)
@@ -460,10 +473,13 @@ class ResidualQuantizer:
         n_stages: M.
         n_clusters: K <= 256, so that a code is a byte.
         kmeans: "gskm", "lloyd" for scikit-learn's KMeans from random rows, or an estimator with
-            ``cluster_centers_``, which is cloned and given each stage's seed.
+            ``cluster_centers_``, which is cloned and given the seed.
         beam: rows keep this many partial codes; 1 is greedy.
-        random_state: seed; stage m takes ``random_state + m``.
+        random_state: seed.
         max_iter: rounds of a stage, for the named ones.
+        starts: "same" gives each stage the same seed, so that the rows that start it are the same
+            ones, whose codewords serve them well and which leave little over: k-means is better for
+            it by far. "new" draws others, by ``random_state`` plus the number of the stage.
 
     Attributes:
         codebooks_: (M, K, d) codewords.
@@ -484,6 +500,7 @@ class ResidualQuantizer:
         beam: int = 1,
         random_state: int = 0,
         max_iter: int = 12,
+        starts: str = "same",
     ):
         for name, value in (("n_stages", n_stages), ("n_clusters", n_clusters), ("beam", beam)):
             if isinstance(value, bool) or value != int(value) or value < 1:
@@ -492,9 +509,11 @@ class ResidualQuantizer:
             raise ValueError(
                 f"n_clusters must be at most {MAX_CODES}, codes are bytes: got {n_clusters}"
             )
+        if starts not in ("same", "new"):
+            raise ValueError(f"starts must be 'same' or 'new': got {starts!r}")
         self.n_stages, self.n_clusters, self.beam = n_stages, n_clusters, beam
         self.random_state, self.max_iter = random_state, max_iter
-        self.kmeans = kmeans
+        self.kmeans, self.starts = kmeans, starts
         self._estimator(0)
 
     def _estimator(self, stage: int):
@@ -513,7 +532,8 @@ class ResidualQuantizer:
             made = named[self.kmeans]()
         else:
             made = clone(self.kmeans)
-        options = {"n_clusters": self.n_clusters, "random_state": self.random_state + stage}
+        seed = self.random_state + (stage if self.starts == "new" else 0)
+        options = {"n_clusters": self.n_clusters, "random_state": seed}
         if stage and isinstance(made, GainShapeKMeans):
             options["spare"] = "unused"  # what is left over may be zero
         return made.set_params(**options)
@@ -623,6 +643,16 @@ def encode_beam(X: torch.Tensor, quantizer: ResidualQuantizer, beam: int) -> tor
 # The cache
 
 
+def _sizes(codes: torch.Tensor, codebooks: torch.Tensor) -> tuple[int, int, int, int]:
+    """(G, M, K, width) of codebooks that fit the codes."""
+    if codebooks.ndim != 4:
+        raise ValueError(f"codebooks must be (G, M, K, d/G): got {tuple(codebooks.shape)}")
+    if codes.ndim != 3 or codes.shape[1:] != codebooks.shape[:2]:
+        G, M = codebooks.shape[:2]
+        raise ValueError(f"codes must be (n, {G}, {M}): got {tuple(codes.shape)}")
+    return tuple(codebooks.shape)
+
+
 def lut_scores(
     q: torch.Tensor, codes: torch.Tensor, codebooks: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
@@ -633,8 +663,13 @@ def lut_scores(
         codes: (n, G, M) uint8.
         codebooks: (G, M, K, d/G).
         scale: (n,) of the tokens.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
-    G, M, K, width = codebooks.shape
+    G, M, K, width = _sizes(codes, codebooks)
+    if q.ndim != 2 or q.shape[1] != G * width:
+        raise ValueError(f"q must be (h, {G * width}): got {tuple(q.shape)}")
     lut = torch.einsum("hgw,gmkw->hgmk", q.reshape(len(q), G, width), codebooks)
     return table_scores(
         lut.reshape(len(q), G * M, K).contiguous(), codes.reshape(len(codes), G * M), scale
@@ -651,8 +686,13 @@ def histogram_values(
         codes: (n, G, M) uint8.
         codebooks: (G, M, K, d/G).
         scale: (n,) of the tokens.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
-    G, M, K, width = codebooks.shape
+    G, M, K, width = _sizes(codes, codebooks)
+    if p.ndim != 2 or p.shape[1] != len(codes):
+        raise ValueError(f"p must be (h, {len(codes)}): got {tuple(p.shape)}")
     flat = codes.reshape(len(codes), G * M)
     parts = [code_histogram(rows, flat, scale, K) for rows in p.split(MAX_HEADS)]
     b = torch.cat(parts).reshape(len(p), G, M, K)
@@ -706,6 +746,9 @@ class KVQuantizer:
             raise ValueError(
                 f"group_dim must divide head_dim: got group_dim={group_dim}, head_dim={head_dim}"
             )
+        for name, value in (("sinks", sinks), ("window", window)):
+            if isinstance(value, bool) or value != int(value) or value < 0:
+                raise ValueError(f"{name} must be a whole number >= 0: got {value!r}")
         if rope_keys not in ("after", "before"):
             raise ValueError(f"rope_keys must be 'after' or 'before': got {rope_keys!r}")
         self.head_dim, self.group_dim = head_dim, group_dim
@@ -935,7 +978,13 @@ def topk_retrieval(q: torch.Tensor, k: torch.Tensor, k_hat: torch.Tensor, top: i
         k: (n, d) exact.
         k_hat: (n, d) decoded.
         top: in 1..n.
+
+    Raises:
+        ValueError: ``top`` out of range, or keys that do not fit.
     """
+    if k_hat.shape != k.shape or q.shape[1:] != k.shape[1:]:
+        got = ", ".join(str(tuple(x.shape)) for x in (q, k, k_hat))
+        raise ValueError(f"q, k and k_hat must be (n_q, d), (n, d) and (n, d): got {got}")
     if not 1 <= top <= len(k):
         raise ValueError(f"top must be in 1..{len(k)}: got {top}")
     wanted = (q @ k.T).argmax(dim=1, keepdim=True)
@@ -1020,8 +1069,9 @@ def quantizer(method: str, n_stages: int, seed: int, *, max_iter: int = 12) -> R
     """Residual quantisers of equal codebooks, iterations and rows.
 
     Args:
-        method: "gskm"; "random" and "kmeans++" for scikit-learn's KMeans from either start;
-            "ema" for :class:`EMAQuantizer`; "mean_norm" for the negative control.
+        method: "gskm"; "random" and "kmeans++" for scikit-learn's KMeans from either start, "fresh"
+            for random rows that are other ones in each stage; "ema" for :class:`EMAQuantizer`;
+            "mean_norm" for the negative control.
         n_stages: M.
         seed: of all starts.
         max_iter: rounds of a stage.
@@ -1034,13 +1084,17 @@ def quantizer(method: str, n_stages: int, seed: int, *, max_iter: int = 12) -> R
     made = {
         "gskm": lambda: GainShapeKMeans(max_iter=max_iter),
         "random": lambda: KMeans(init="random", n_init=1, max_iter=max_iter),
+        "fresh": lambda: KMeans(init="random", n_init=1, max_iter=max_iter),
         "kmeans++": lambda: KMeans(init="k-means++", n_init=1, max_iter=max_iter),
         "ema": lambda: EMAQuantizer(epochs=max_iter),
         "mean_norm": lambda: GainShapeKMeans(max_iter=max_iter, gain="mean_norm"),
     }
     if method not in made:
         raise ValueError(f"method must be one of {', '.join(made)}: got {method!r}")
-    return ResidualQuantizer(n_stages, kmeans=made[method](), random_state=100 * seed)
+    starts = "new" if method == "fresh" else "same"
+    return ResidualQuantizer(
+        n_stages, kmeans=made[method](), random_state=100 * seed, starts=starts
+    )
 
 
 STAGES = (1, 2, 4, 8)
@@ -1189,6 +1243,7 @@ RUNS = (
     *(f"A {m} {s}" for m in METHODS for s in range(5)),
     *(f"A {m} {s}" for m in ("gskm", "random") for s in range(5, 11)),
     *(f"A {m} 0" for m in ("ema", "mean_norm")),
+    *(f"{d} fresh {s}" for d in ("A", "C+") for s in range(3)),
     *(f"{d}{t} {m} {s}" for d, t in (("B", "+"), ("B", ""), ("C", "+"), ("C", ""))
       for m in METHODS for s in range(3)),
     *(f"retrieval {m} {s} {b}" for m in ("gskm", "random", "kmeans++") for s in range(3)

@@ -78,6 +78,27 @@ def test_cells_without_a_direction_keep_their_shape_and_get_no_gain():
     assert gains.tolist() == [0, 3, 0]
 
 
+def test_a_gain_against_its_shape_stops_at_zero():
+    X = torch.tensor([[1.0, 0.1], [1.0, -0.1], [-10.0, 0.0]], dtype=F64)
+    shapes, gains = gsrq.gskm_update(X, torch.zeros(3, dtype=torch.int64), 1, shape="unit")
+    assert float(shapes[0, 0]) > 0.99
+    assert gains.tolist() == [0]
+
+
+def test_mean_length_counts_weights():
+    X, w = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([3.0, 1.0])
+    found = gsrq.gskm_update(
+        X, torch.zeros(2, dtype=torch.int64), 1, sample_weight=w, gain="mean_norm"
+    )
+    assert found.gains.tolist() == [4]
+
+
+def test_tiny_rows_have_a_direction_as_long_as_they_agree():
+    X = 1e-15 * torch.tensor([[3.0, 4.0], [3.0, 4.0]], dtype=F64)
+    found = gsrq.gskm_update(X, torch.zeros(2, dtype=torch.int64), 1)
+    assert found.shapes[0].tolist() == pytest.approx([0.6, 0.8])
+
+
 def test_shrinkage_is_the_resultant_length_where_lengths_are_equal():
     X = rows(60, 4)
     X = 2 * X / X.norm(dim=1, keepdim=True)
@@ -154,6 +175,40 @@ def test_empty_cells_take_the_rows_that_are_served_worst():
     same = X[0].expand(5, 3)
     km = fitted(X, 5, init=same, max_iter=30)
     assert len(km.labels_.unique()) == 5
+
+
+def test_an_empty_cell_takes_the_worst_served_row_if_a_round_follows():
+    X = torch.tensor([[1.0, 0.0], [1.2, 0.0], [1.0, 3.0], [1.0, -0.5]], dtype=F64)
+    start = np.array([[1.0, 0.0], [1.0, 0.0]])
+    two = fitted(X, 2, init=start, max_iter=2, tol=0)
+    # one cell first: (1, 3) is farthest from the mean (1.05, 0.625)
+    assert two.labels_.tolist() == [0, 0, 1, 0]
+    one = fitted(X, 2, init=start, max_iter=1)
+    assert one.labels_.tolist() == [0, 0, 0, 0]
+    assert one.gains_[1] == 0
+
+
+def test_more_starts_find_no_less_alignment():
+    X = rows()
+    once, often = ([fitted(X, n_init=n, random_state=s) for s in range(4)] for n in (1, 5))
+    last = [[km.alignment_history_[-1] for km in kms] for kms in (once, often)]
+    assert all(b >= a for a, b in zip(*last, strict=True))
+    assert sum(last[1]) > sum(last[0])
+
+
+def test_a_looser_tolerance_stops_sooner():
+    X = rows()
+    assert fitted(X, tol=0.5).n_iter_ == 2 < fitted(X, tol=0).n_iter_
+
+
+def test_plus_plus_starts_leave_out_rows_without_weight():
+    X = torch.cat([torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 9.0]])]).repeat_interleave(20, 0)
+    X = X + 0.1 * torch.randn(40, 2, generator=g(3))
+    w = torch.tensor([1.0, 1e-12]).repeat_interleave(20)
+    km = gsrq.GainShapeKMeans(2, init="k-means++")
+    shapes, found = km._start(X, w, torch.ones(2), g(0))
+    assert found == 2
+    assert (shapes[:, 0] > 0.9).all()
 
 
 def test_rows_on_a_half_line_use_one_codeword_and_stop_after_two_rounds():
@@ -262,6 +317,46 @@ def test_beam_search_is_no_worse_for_any_row_and_better_in_sum(kind):
     assert float(beam.sum()) < 0.99 * float(greedy.sum())
     one = gsrq.encode_beam(X, q, 1)
     assert bool(((X - q.decode(one)).square().sum(1) <= greedy * (1 + 1e-5) + 1e-6).all())
+
+
+@pytest.mark.parametrize("kind", ["gskm", "lloyd"])
+def test_weighted_channels_are_coded_in_their_metric(kind):
+    X, h = rows(300, 6), torch.tensor([0.2, 1, 4, 9, 1, 0.5], dtype=F64)
+    w = 0.1 + torch.rand(300, generator=g(3), dtype=F64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        a = gsrq.ResidualQuantizer(2, 12, kmeans=kind).fit(X, w, h)
+        b = gsrq.ResidualQuantizer(2, 12, kmeans=kind).fit(X * h.sqrt(), w)
+    assert torch.allclose(a.codebooks_ * h.sqrt(), b.codebooks_)
+    assert torch.equal(a.encode(X), b.encode(X * h.sqrt()))
+    # the last update of either algorithm is the weighted mean of the cells it was made from
+    if kind == "gskm":
+        labels = a.stages_[0].labels_
+        for k in range(12):
+            mean = (w[labels == k, None] * X[labels == k]).sum(0) / w[labels == k].sum()
+            assert torch.allclose(a.codebooks_[0, k], mean)
+    else:
+        gap = ((X[:, None] - a.codebooks_[0]).square() * h).sum(2)
+        assert torch.equal(a.encode(X)[:, 0].long(), gap.argmin(1))
+
+
+def test_stages_start_from_the_same_rows_or_from_new_ones():
+    for starts, wanted in (("same", [7, 7]), ("new", [7, 8])):
+        q = gsrq.ResidualQuantizer(2, 4, random_state=7, starts=starts).fit(rows())
+        assert [stage.random_state for stage in q.stages_] == wanted
+    with pytest.raises(ValueError, match="starts must be"):
+        gsrq.ResidualQuantizer(2, starts="old")
+
+
+def test_a_beam_that_holds_everything_finds_the_best_codes_in_the_metric():
+    X, h = rows(60, 6), torch.tensor([0.2, 1, 4, 9, 1, 0.5], dtype=F64)
+    q = gsrq.ResidualQuantizer(3, 4, kmeans="lloyd", beam=64).fit(X, channel_weight=h)
+    every = torch.cartesian_prod(*[torch.arange(4, dtype=torch.uint8)] * 3)
+    error = ((X[:, None] - q.decode(every)).square() * h).sum(2)
+    found = ((X - q.decode(q.encode(X))).square() * h).sum(1)
+    assert torch.allclose(found, error.min(1).values)
+    q.beam, q.bias_[:, 2:] = 2, -math.inf
+    assert int(q.encode(X).max()) == 1
 
 
 def test_later_stages_with_nothing_left_leave_codewords_over():
@@ -377,12 +472,46 @@ def test_weights_come_from_queries_and_attention_of_their_own_head():
     assert torch.equal(fit.value_quantizers[1][1].channel_weight_, torch.ones(8))
 
 
+def test_codebooks_of_a_head_and_group_are_those_of_its_rows_and_weights():
+    k, v = tokens(seed=20, n=300)
+    q = torch.randn(2, 4, 50, 16, generator=g(5)) * torch.linspace(0.1, 3, 16)
+    attn = torch.rand(2, 4, 5, 300, generator=g(6)).pow(20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        fit = gsrq.KVQuantizer(16, 8, 2, n_clusters=8).fit(k, v, q, attn)
+        mass = attn[:, 2:].mean(dim=(1, 2)).flatten()
+        w = torch.maximum(mass, 0.1 * mass.mean())
+        assert 0 < int((w > mass).sum()) < len(w) / 2
+        h = q[:, 2:].reshape(-1, 16).square().mean(0)[8:]
+        for x, books, metric in ((k, fit.key_codebooks, h), (v, fit.value_codebooks, None)):
+            part = x[:, 1].reshape(-1, 16)
+            part = part / (part.norm(dim=1, keepdim=True) / 4).half().float()
+            alone = gsrq.ResidualQuantizer(2, 8).fit(part[:, 8:], w, metric)
+            assert torch.allclose(books[1, 1], alone.codebooks_, atol=1e-5)
+
+
+def test_a_token_is_its_half_precision_scale_times_its_codewords():
+    cache = made(sinks=0, window=0).cache()
+    k, v = tokens()
+    cache.prefill(k, v)
+    rho = (k.norm(dim=-1) / 4).half()
+    assert torch.equal(cache._scales[0], rho)
+    quantizer = cache.quantizer.key_quantizers[1][0]
+    rows_ = k[0, 1, :, :8] / rho[0, 1, :, None]
+    wanted = quantizer.decode(quantizer.encode(rows_)) * rho[0, 1, :, None]
+    assert torch.allclose(cache.keys()[0, 1, :, :8], wanted)
+
+
 def test_bad_caches_are_refused():
     k, v = tokens()
     with pytest.raises(ValueError, match="group_dim must divide head_dim"):
         gsrq.KVQuantizer(16, 5)
     with pytest.raises(ValueError, match="rope_keys must be"):
         gsrq.KVQuantizer(16, rope_keys="no")
+    with pytest.raises(ValueError, match="sinks must be"):
+        gsrq.KVQuantizer(16, sinks=-1)
+    with pytest.raises(ValueError, match="window must be"):
+        gsrq.KVQuantizer(16, window=1.5)
     with pytest.raises(ValueError, match=r"K must be \(B, H, n, 16\)"):
         gsrq.KVQuantizer(16, 8).fit(k[..., :8], v)
     with pytest.raises(ValueError, match="K and V must have one shape"):
@@ -416,6 +545,23 @@ def test_look_ups_and_histograms_are_products_with_decoded_rows(dtype):
     )
 
 
+def test_bad_look_ups_are_named():
+    books, codes = torch.randn(2, 3, 16, 4), torch.zeros(7, 2, 3, dtype=torch.uint8)
+    scale, q, p = torch.ones(7), torch.ones(2, 8), torch.ones(2, 7)
+    for call, message in [
+        (lambda: gsrq.lut_scores(q[:, :7], codes, books, scale), r"q must be \(h, 8\)"),
+        (lambda: gsrq.lut_scores(q, codes[:, :1], books, scale), r"codes must be \(n, 2, 3\)"),
+        (lambda: gsrq.lut_scores(q, codes, books[0], scale), "codebooks must be"),
+        (lambda: gsrq.histogram_values(p[:, 1:], codes, books, scale), r"p must be \(h, 7\)"),
+        (lambda: gsrq.histogram_values(p, codes[..., :2], books, scale), "codes must be"),
+        (lambda: gsrq.gskm_assign(q, books[0, 0]), "X and shapes must be"),
+        (lambda: gsrq.gskm_update(q, torch.zeros(2).long(), 1, previous=p), "previous must be"),
+        (lambda: gsrq.topk_retrieval(q, q, p), "q, k and k_hat must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 # --------------------------------------------------------------------------------------------
 # Studies and measures
 
@@ -435,6 +581,38 @@ def test_equal_lengths_tie_in_one_stage():
     )
     assert ours["mse_1"] == pytest.approx(theirs["mse_1"], rel=0.01)
     assert ours["cos_1"] == pytest.approx(theirs["cos_1"], rel=0.01)
+
+
+def test_k_means_ties_in_later_stages_if_they_start_from_the_same_rows():
+    ours, same, new = (
+        gsrq.quantizer_run("C", m, 0, token_scale=True, n_stages=4)
+        for m in ("gskm", "random", "fresh")
+    )
+    assert same["mse_4"] == pytest.approx(ours["mse_4"], rel=0.01)
+    assert new["mse_4"] > 1.02 * same["mse_4"]
+
+
+def test_data_sets_are_what_the_text_says():
+    length = gsrq.heavy_tailed(4000, 1).norm(dim=1).log()
+    assert float(length.std()) == pytest.approx(math.sqrt(0.25 + 1 / 128), rel=0.05)
+    assert float(gsrq.isotropic(4000, 1).std()) == pytest.approx(1, rel=0.02)
+    a, b = (gsrq.kv_like(4000, seed).std(dim=0) for seed in (1, 2))
+    assert torch.allclose(a, b, rtol=0.25)  # one model, whatever the seed
+    assert float(a.log().std()) > 0.5
+    train, test = gsrq.split("A", 0)
+    assert (len(train), len(test)) == (6000, 2000)
+    assert not torch.equal(train[:2000], test)
+    scaled = gsrq.split("B", 0, token_scale=True)[1]
+    assert torch.allclose(scaled.norm(dim=1), torch.tensor(8.0))
+
+
+def test_logits_of_exact_keys_have_a_deviation_of_three():
+    probe = gsrq.retrieval_probe("A", 0)
+    logits = probe.scale * probe.queries @ probe.keys.T
+    assert float(logits.std()) == pytest.approx(3, rel=1e-4)
+    exact = probe.errors(probe.keys)
+    assert exact["top1"] == 1
+    assert exact["output"] == pytest.approx(0, abs=1e-9)
 
 
 def test_the_mean_length_is_too_long_a_gain():

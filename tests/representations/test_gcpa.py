@@ -491,6 +491,18 @@ def test_cross_validation_picks_the_best_of_its_scores_and_the_same_each_time():
     assert torch.equal(a.W_, MultiWayAligner(lam=a.lam_, correction="per_model").fit(views).W_)
 
 
+def test_a_cross_validated_score_is_that_of_fits_without_the_held_out_rows():
+    views = _views(n=60, noise=0.6)
+    views = [X * torch.linspace(1, 2, 60, dtype=torch.float64)[:, None] for X in views]
+    found = MultiWayAligner(lam="cv").fit(views).cv_scores_[1.0]
+    scores = []
+    for held in np.array_split(np.random.default_rng(0).permutation(60), 5):
+        kept = np.setdiff1d(np.arange(60), held)
+        made = MultiWayAligner(lam=1.0).fit([X[kept] for X in views])
+        scores.append(gcpa.retrieval(made, [X[held] for X in views])["mean"])
+    assert found == pytest.approx(np.mean(scores), abs=1e-12)
+
+
 def test_a_fold_with_too_few_rows_leaves_the_strength_zero_out():
     views = _views(M=3, n=14)
     with warnings.catch_warnings():

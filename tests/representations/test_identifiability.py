@@ -481,6 +481,17 @@ def test_mixing_is_inverted_exactly_and_standardised():
     assert linear.score(data.s, data.x) < 0.97  # the mixing bends
 
 
+def test_task_outputs_are_the_stated_function_of_the_relevant_latents():
+    data = ident.make_mixed_latents(300, dim=4, relevant=2, n_tasks=3, generator=generator(5))
+    draw = generator(5)
+    ident.LeakyMixing(4, layers=3, generator=draw)
+    W, V, U = (torch.randn(2, 3, generator=draw, dtype=torch.float64) for _ in range(3))
+    s = torch.randn(300, 4, generator=draw, dtype=torch.float64)
+    assert torch.equal(s, data.s)
+    g = (s[:, :2] @ W).tanh() + (1.5 * s[:, :2] @ V).sin() / 2 + 0.3 * (s[:, :2] @ U)
+    torch.testing.assert_close(data.g, (g - g.mean(0)) / g.std(0))
+
+
 def test_tasks_see_the_relevant_latents_only_and_all_of_them():
     data = ident.make_mixed_latents(2000, dim=5, relevant=2, n_tasks=4, generator=generator())
     assert ident.block_r2(data.s[:, :2], data.g) > 0.9
@@ -670,6 +681,46 @@ def test_fit_repeats_with_its_generator_and_leaves_the_global_one_alone(dtype):
     assert not runs[0].model.training
 
 
+def objective_by_hand(model, x, g, *, t, lam, penalised):
+    """5·rec + task + .05‖Cov − I‖² and, in stage 1, λ·min(1, t/500)‖γ‖₁ + 1e-3‖W_H1‖²."""
+    raw = model.encoder(x)
+    u = (raw - raw.mean(0)) / (raw.std(0) + 1e-6)
+    loss = 5 * ((model.decoder(u) - x) ** 2).sum() / x.numel()
+    loss = loss + ((model.head(u * model.gamma * model.kept) - g) ** 2).sum() / g.numel()
+    loss = loss + 0.05 * ((torch.cov(u.T) - torch.eye(x.shape[1])) ** 2).sum()
+    if penalised:
+        loss = loss + lam * min(1, t / 500) * model.gamma.abs().sum()
+        loss = loss + 1e-3 * (model.head[0].weight ** 2).sum()
+    return loss
+
+
+def test_both_stages_take_the_steps_of_the_stated_objective():
+    data = ident.make_mixed_latents(200, dim=4, relevant=2, n_tasks=3, generator=generator())
+    options = {"lam": 30.0, "steps": 12, "prune_to": 2, "prune_steps": 8, "hidden": 8}
+    found = ident.fit_specialist(
+        data.x, data.g, **options, batch_size=32, generator=(used := generator(3))
+    ).model
+    draw = generator(3)
+    model = ident.SpecialistRepresentation(4, 3, 8, dtype=torch.float64, generator=draw)
+    model.train()
+    for stage, steps in ((1, 12), (2, 8)):
+        if stage == 2:
+            model.prune(2)
+        trained = [p for n, p in model.named_parameters() if stage == 1 or n != "gamma"]
+        optimizer = torch.optim.Adam(trained, lr=3e-3)
+        rows = torch.randint(200, (steps, 32), generator=draw)
+        for t in range(steps):
+            optimizer.param_groups[0]["lr"] = 3e-3 * (1 + math.cos(math.pi * t / steps)) / 2
+            optimizer.zero_grad()
+            x, g = data.x[rows[t]], data.g[rows[t]]
+            objective_by_hand(model, x, g, t=t, lam=30.0, penalised=stage == 1).backward()
+            optimizer.step()
+    assert torch.equal(draw.get_state(), used.get_state())
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(dict(found.named_parameters())[name], value, atol=1e-9, rtol=0)
+    assert torch.equal(found.kept, model.kept)
+
+
 def test_auto_keeps_the_smallest_sufficient_number_of_units():
     data = ident.make_mixed_latents(
         1000, dim=4, relevant=2, n_tasks=4, layers=1, generator=generator()
@@ -727,6 +778,19 @@ def test_block_r2_is_one_for_an_invertible_function_and_nothing_for_another_bloc
     assert ident.block_r2(u, s[:, :2]) > 0.97
     assert ident.block_r2(u, s[:, 2:]) < 0.02
     assert ident.block_r2(100 * u + 7, s[:, :2]) == pytest.approx(ident.block_r2(u, s[:, :2]))
+
+
+def test_block_r2_is_a_kernel_ridge_on_rows_it_was_not_fitted_to():
+    u, s = normal(70, 2), normal(70, 3, seed=1)
+    s[:, 0] += u[:, 0] ** 2
+    found = ident.predict_block(u, s + 2.0, n_fit=40, n_test=20)
+    u, s = ((t - t[:40].mean(0)) / t[:40].std(0, correction=0) for t in (u, s))
+    K = torch.exp(-0.15 * torch.cdist(u, u).square())
+    alpha = torch.linalg.solve(K[:40, :40] + 0.05 * torch.eye(40), s[:40])
+    predicted, target = K[40:60, :40] @ alpha, s[40:60]
+    np.testing.assert_allclose(found.predicted, predicted, atol=1e-9)
+    share = (predicted - target).square().sum(0) / (target - target.mean(0)).square().sum(0)
+    assert found.r2 == pytest.approx(float((1 - share).mean()), abs=1e-9)
 
 
 def test_jacobian_is_that_of_finite_differences():
