@@ -184,6 +184,8 @@ def gskm_update(
         raise ValueError(
             f"previous must be ({n_clusters}, {X.shape[1]}): got {tuple(previous.shape)}"
         )
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64: got {labels.dtype}")
     w = _weights("sample_weight", sample_weight, len(X), X)
     sums, weights = cluster_sums(X, labels, n_clusters, w)
     lengths = X.norm(dim=1)
@@ -589,6 +591,8 @@ class ResidualQuantizer:
             raise ValueError(
                 f"codes must be (n, {self.n_stages}) uint8: got {tuple(codes.shape)} {codes.dtype}"
             )
+        if len(codes) and int(codes.max()) >= self.n_clusters:
+            raise ValueError(f"codes must be below {self.n_clusters}: got {int(codes.max())}")
         out = self.codebooks_.new_zeros(len(codes), self.codebooks_.shape[2])
         for m, words in enumerate(self.codebooks_):
             out += words[codes[:, m].long()]
@@ -625,18 +629,20 @@ def encode_beam(X: torch.Tensor, quantizer: ResidualQuantizer, beam: int) -> tor
     n, K = len(X), q.n_clusters
     rest, codes = X[:, None], X.new_zeros(n, 1, 0, dtype=torch.uint8)
     rows = torch.arange(n, device=X.device)[:, None]
+    barred = torch.zeros(n, 1, dtype=torch.bool, device=X.device)  # partial codes not allowed
     for words, bias in zip(q.codebooks_, q.bias_, strict=True):
         # ‖r − c‖² = ‖r‖² − 2⟨r, c⟩ + ‖c‖², in the metric
         gap = (rest.square() * h).sum(dim=2, keepdim=True) - 2 * (rest * h) @ words.T
         gap = gap + (words.square() * h).sum(dim=1)
-        gap = gap.masked_fill(bias.isinf(), math.inf).flatten(1)
-        best = gap.topk(min(beam, gap.shape[1]), dim=1, largest=False).indices
+        gap = gap.masked_fill(bias.isinf() | barred[..., None], math.inf).flatten(1)
+        found = gap.topk(min(beam, gap.shape[1]), dim=1, largest=False)
+        best, barred = found.indices, found.values.isinf()
         parent, code = best // K, best % K
         rest = rest[rows, parent] - words[code]
         codes = torch.cat([codes[rows, parent], code[..., None].to(torch.uint8)], dim=2)
     greedy = rq_encode(X, q.shapes_, q.bias_, q.codebooks_)
     mine, theirs = ((r.square() * h).sum(dim=1) for r in (rest[:, 0], greedy.residual))
-    return torch.where((mine < theirs)[:, None], codes[:, 0], greedy.codes)
+    return torch.where(((mine < theirs) & ~barred[:, 0])[:, None], codes[:, 0], greedy.codes)
 
 
 # --------------------------------------------------------------------------------------------
