@@ -6,6 +6,7 @@ one thread, alternating, and the median of several rounds counts. The last colum
 
 import sys
 
+import efficiency
 import representations
 import torch
 import training
@@ -15,7 +16,11 @@ from race import Row
 def main(wanted: list[str]) -> int:
     """Run every comparison, or those of the parts that are named, and print the table."""
     torch.set_num_threads(1)
-    parts = {"representations": representations, "training": training}
+    parts = {
+        "efficiency": efficiency,
+        "representations": representations,
+        "training": training,
+    }
     unknown = [name for name in wanted if name not in parts]
     if unknown:
         print(f"icmllab: no such part: {unknown[0]}; there are {', '.join(parts)}", file=sys.stderr)
