@@ -64,6 +64,24 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _check_whole(name: str, value: int, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be a whole number >= {least}: got {value!r}")
+
+
+def _check_ids(name: str, ids: torch.Tensor, n: int) -> None:
+    """Ids of cities: whole numbers below n, no city twice."""
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be (n,) whole numbers: got {ids.dtype} {tuple(ids.shape)}")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < n:
+        raise ValueError(
+            f"{name} must hold ids below {n}, the rows of coords: got {int(ids.min())} to "
+            f"{int(ids.max())}"
+        )
+    if len(ids.unique()) < len(ids):
+        raise ValueError(f"{name} must hold each city once: got {len(ids.unique())} of {len(ids)}")
+
+
 def make_world(
     n: int | None = 80,
     kind: Literal["clusters", "zonetab", "geonames"] = "clusters",
@@ -86,8 +104,8 @@ def make_world(
     """
     if kind not in ("clusters", "zonetab", "geonames"):
         raise ValueError(f"kind must be clusters, zonetab or geonames: got {kind!r}")
-    if n is not None and n < 1:
-        raise ValueError(f"n must be >= 1: got {n}")
+    if n is not None:
+        _check_whole("n", n)
     if kind == "clusters":
         if n is None:
             raise ValueError("n must be a number for kind='clusters': got None")
@@ -197,8 +215,7 @@ def new_region(
     Raises:
         ValueError: m below 1 or a negative spread.
     """
-    if m < 1:
-        raise ValueError(f"m must be >= 1: got {m}")
+    _check_whole("m", m)
     if spread < 0:
         raise ValueError(f"spread must be >= 0: got {spread}")
     draw = np.random.default_rng(seed).standard_normal((m, 2))
@@ -350,6 +367,8 @@ def _check_points(name: str, pts: torch.Tensor) -> None:
         )
     if not pts.is_floating_point():
         raise ValueError(f"pts must be floating: got dtype {pts.dtype}")
+    if not bool(torch.isfinite(pts).all()):
+        raise ValueError("pts must be finite: got infinite or missing coordinates")
 
 
 def task_value(name: str, pts: torch.Tensor) -> torch.Tensor:
@@ -473,15 +492,15 @@ def sample_batch(
         distinct: whether the cities of a sample differ; a draw that repeats one is made again.
 
     Raises:
-        ValueError: an unknown task, a pool smaller than the task's k, a pool with cities that
-            ``coords`` does not have, an empty ``must_include``, or a fraction outside [0, 1].
+        ValueError: an unknown task, a pool smaller than the task's k, cities that ``coords`` does
+            not have or that are named twice, an empty ``must_include``, a batch below 1, a
+            fraction outside [0, 1], or coordinates that are not finite.
     """
     task = _task(name)
-    if len(city_pool) and not 0 <= int(city_pool.min()) <= int(city_pool.max()) < len(coords):
-        raise ValueError(
-            f"city_pool must hold ids below {len(coords)}, the rows of coords: got "
-            f"{int(city_pool.min())} to {int(city_pool.max())}"
-        )
+    _check_whole("batch", batch)
+    _check_ids("city_pool", city_pool, len(coords))
+    if must_include is not None:
+        _check_ids("must_include", must_include, len(coords))
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction must be in [0, 1]: got {fraction}")
     if must_include is None:
@@ -706,8 +725,7 @@ class WorldGPT(nn.Module):
         seed: int | None = None,
     ):
         super().__init__()
-        if n_cities < 1:
-            raise ValueError(f"n_cities must be >= 1: got {n_cities}")
+        _check_whole("n_cities", n_cities)
         config = GPTConfig(
             vocab_size=len(TASKS) + n_cities,
             context=CONTEXT,
@@ -828,8 +846,7 @@ class WorldGPT(nn.Module):
         Raises:
             ValueError: m below 1 or a negative noise.
         """
-        if m < 1:
-            raise ValueError(f"m must be >= 1: got {m}")
+        _check_whole("m", m)
         if noise < 0:
             raise ValueError(f"noise must be >= 0: got {noise}")
         old = self.embedding[len(TASKS) :]
@@ -945,12 +962,14 @@ def train_world(
 
     Raises:
         ValueError: an unknown task, a pool smaller than a task's k, ``coords`` that do not fit
-            the model, or an empty ``must_include``.
+            the model, an empty ``must_include``, or a number out of range.
     """
     tasks = _check_tasks(tasks)
     _check_cities(model, coords)
-    if steps < 1:
-        raise ValueError(f"steps must be >= 1: got {steps}")
+    _check_whole("steps", steps)
+    _check_whole("batch", batch)
+    if not 0 < lr < math.inf or not 0 <= warmup <= 1:
+        raise ValueError(f"lr must be > 0 and warmup in [0, 1]: got {lr} and {warmup}")
 
     def draw(name: str, count: int) -> Batch:
         found = sample_batch(name, pool, coords, count, generator, must_include, fraction)
@@ -1034,6 +1053,7 @@ def evaluate(
     """
     tasks = _check_tasks(tasks)
     _check_cities(model, coords)
+    _check_whole("n", n)
     out = {}
     for name in tasks:
         tokens, labels = sample_batch(name, pool, coords, n, generator, must_include)
@@ -1086,7 +1106,8 @@ def ridge_probe(
         alpha: penalty, >= 0.
 
     Raises:
-        ValueError: rows that do not fit, cities in both sets, an empty set, a negative penalty.
+        ValueError: rows that do not fit, cities in both sets, an empty set, a negative penalty,
+            features that are not finite.
     """
     if len(H) != len(coords):
         raise ValueError(f"H and coords must have the same rows: got {len(H)} and {len(coords)}")
@@ -1096,6 +1117,8 @@ def ridge_probe(
         raise ValueError("test must hold no city of train: the probe would be tested on its own")
     if not alpha >= 0:
         raise ValueError(f"alpha must be >= 0: got {alpha}")
+    if not bool(torch.isfinite(H).all()):
+        raise ValueError("H must be finite: got infinite or missing features")
     H, Y = H.double(), coords.double()
     centre, scale = H[train].mean(dim=0), H[train].std(dim=0, correction=0)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a constant feature stays 0
@@ -1119,6 +1142,7 @@ class Split(NamedTuple):
 
 def split_cities(n: int, seed: int = 0) -> Split:
     """Three quarters of n cities for the probe and one quarter to test it, at random."""
+    _check_whole("n", n, 3)
     order = torch.randperm(n, generator=_generator(seed))
     cut = round(0.75 * n)
     return Split(order[:cut], order[cut:])
@@ -1336,6 +1360,7 @@ def finetune_new(
         raise ValueError(f"trainable must be 'all' or 'new_rows': got {trainable!r}")
     if len(new) == 0:
         raise ValueError("new must hold at least one city: got none")
+    _check_ids("new", new, len(coords))
     rows_only = trainable == "new_rows"
     settings = {
         "lr": (5e-3 if rows_only else 1e-3) if lr is None else lr,
@@ -1477,6 +1502,8 @@ def generalisation_matrix(
     Raises:
         ValueError: as :func:`finetune_new`.
     """
+    if not task_sets:
+        raise ValueError("task_sets must hold at least one set: got none")
     pool = torch.arange(model.n_cities)
 
     def test(tuned: WorldGPT) -> dict[str, float]:

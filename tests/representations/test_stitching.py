@@ -170,6 +170,39 @@ def test_invariance_starts_at_the_slm_solution_and_beta_weighs_the_latent_term()
     assert latent(100.0) < latent(1.0) < latent(0.0)
 
 
+@pytest.fixture
+def recipe(monkeypatch):
+    """What a fit hands to the descent, in place of descending."""
+    seen = []
+
+    def descend(stitch, z_a, loss, epochs, lr, batch_size, generator):
+        seen.append((stitch.linear.weight.detach().clone(), epochs, lr, batch_size))
+
+    monkeypatch.setattr(st, "_descend", descend)
+    return seen
+
+
+@pytest.mark.parametrize("objective", ["task", "output", "fula", "invariance"])
+def test_each_objective_has_its_own_start_passes_and_rate(recipe, objective):
+    A, B = small(0), small(1)
+    x, y = rows()
+    slm = st.fit_stitch(A, B, x, y, "slm").linear.weight
+    st.fit_stitch(A, B, x, y, objective)
+    ((weight, epochs, lr, batch),) = recipe
+    from_slm = objective == "invariance"
+    assert (epochs, lr, batch) == ((20, 1e-3, 64) if from_slm else (60, 3e-3, 64))
+    assert torch.equal(weight, slm) == from_slm
+    if not from_slm:  # as nn.Linear draws: uniform up to 1/√k_A
+        assert 0.25 < float(weight.abs().max()) <= 1 / 3
+
+
+def test_a_random_start_of_the_invariance_objective_takes_larger_steps(recipe):
+    how = {"sender": "shape 1", "receiver": "shape 2", "seed": 0, "objective": "invariance"}
+    for start in (None, "random"):
+        st.pair_run(**how, start=start, short=True, n_test=20, steps=1)
+    assert [lr for _, _, lr, _ in recipe] == [1e-3, 1e-2]
+
+
 def test_batchnorm_is_in_evaluation_mode_while_a_stitch_is_fitted():
     torch.manual_seed(0)
     parts = [nn.Linear(6, 9), nn.ReLU(), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 4)]

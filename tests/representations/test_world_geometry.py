@@ -286,6 +286,62 @@ def test_bad_worlds_and_samples_are_named(call, message):
         call()
 
 
+@pytest.mark.parametrize("bad", [0, 2.5, True, "9"])
+def test_numbers_that_count_things_are_whole(bad):
+    world, pool = wg.make_world(9, seed=0), torch.arange(9)
+    coords, model = world.coords, wg.WorldGPT(9, seed=0)
+    for name, call in (
+        ("n", lambda: wg.make_world(bad)),
+        ("m", lambda: wg.new_region(world, bad)),
+        ("m", lambda: model.expand(bad, generator())),
+        ("n_cities", lambda: wg.WorldGPT(bad)),
+        ("n", lambda: wg.split_cities(bad)),
+        ("batch", lambda: wg.sample_batch("angle", pool, coords, bad, generator())),
+        ("steps", lambda: train(model, coords, steps=bad)),
+        ("batch", lambda: train(model, coords, batch=bad)),
+        ("n", lambda: wg.evaluate(model, ("angle",), pool, coords, generator=generator(), n=bad)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must be a whole number"):
+            call()
+
+
+def train(model, coords, **changed):
+    settings = {"steps": 2, "generator": generator(), **changed}
+    return wg.train_world(model, ("angle",), torch.arange(9), coords, **settings)
+
+
+def test_cities_that_are_not_there_or_named_twice_are_refused():
+    coords, model, pool = torch.randn(9, 2), wg.WorldGPT(9, seed=0), torch.arange(9)
+    for name, call in (
+        ("city_pool", lambda ids: wg.sample_batch("angle", ids, coords, 4, generator())),
+        ("must_include", lambda ids: wg.sample_batch("angle", pool, coords, 4, generator(), ids)),
+        ("new", lambda ids: wg.finetune_new(model, ("angle",), coords, ids, generator=generator())),
+    ):
+        for ids, message in (
+            (torch.tensor([1, 2, 9]), "ids below 9"),
+            (torch.tensor([-1, 2, 3]), "ids below 9"),
+            (torch.tensor([1, 2, 3, 3]), "each city once"),
+            (torch.tensor([1.0, 2.0, 3.0]), "whole numbers"),
+        ):
+            with pytest.raises(ValueError, match=f"{name} must .*{message}"):
+                call(ids)
+
+
+def test_what_is_not_finite_or_out_of_range_is_refused():
+    coords = torch.randn(9, 2)
+    broken, model = torch.where(torch.arange(9)[:, None] == 4, torch.nan, coords), wg.WorldGPT(9)
+    for name, call in (
+        ("pts", lambda: wg.task_label("compass", broken[None, 4:6])),
+        ("pts", lambda: wg.sample_batch("angle", torch.arange(9), broken, 99, generator())),
+        ("H", lambda: wg.ridge_probe(broken, coords, *wg.split_cities(9))),
+        ("lr", lambda: train(model, coords, lr=0.0)),
+        ("lr", lambda: train(model, coords, warmup=1.5)),
+        ("task_sets", lambda: wg.generalisation_matrix(model, [], coords, torch.arange(2), seed=0)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            call()
+
+
 # The paper's strings
 
 
@@ -356,6 +412,48 @@ def test_model_is_causal_and_the_first_citys_state_ignores_what_follows():
     assert torch.allclose(H[0], x[0, 1], atol=1e-6)
 
 
+def test_the_model_is_torchs_encoder_with_the_norm_first_and_a_last_norm():
+    model = wg.WorldGPT(9, seed=0).double()
+    tokens = torch.tensor([[2, 8, 9, 10], [2, 15, 11, 12]])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator(1), dtype=p.dtype))
+        x = model.embedding[tokens] + model.positions[:4]
+        for block in model.blocks:
+            layer = torch.nn.TransformerEncoderLayer(
+                32, 4, 128, 0.0, "gelu", batch_first=True, norm_first=True, bias=True
+            ).double()
+            for p in layer.parameters():
+                p.zero_()
+            layer.self_attn.in_proj_weight.copy_(block.attention.qkv)
+            layer.self_attn.out_proj.weight.copy_(block.attention.out)
+            layer.linear1.weight.copy_(block.mlp.up)
+            layer.linear2.weight.copy_(block.mlp.down)
+            for mine, theirs in (
+                (block.norm_attention, layer.norm1),
+                (block.norm_mlp, layer.norm2),
+            ):
+                theirs.load_state_dict(mine.state_dict())
+            x = layer(x, src_mask=torch.ones(4, 4, dtype=torch.bool).triu(1))
+        x = F.layer_norm(x[:, -1], (32,), model.norm.weight, model.norm.bias)
+        expected = x @ model.heads["angle"].weight.T + model.heads["angle"].bias
+        assert torch.allclose(model(tokens, "angle"), expected, atol=1e-10)
+
+
+def test_weights_start_by_the_laws_that_the_page_names():
+    model = wg.WorldGPT(3000, d_model=64, seed=0)
+    assert float(model.positions.detach().std()) == pytest.approx(0.02, rel=0.2)
+    for block in model.blocks:
+        for weight, bound in (
+            (block.attention.qkv, math.sqrt(6 / (64 + 3 * 64))),
+            (block.attention.out, 1 / 8),
+            (block.mlp.up, 1 / 8),
+            (block.mlp.down, 1 / 16),
+        ):
+            assert float(weight.detach().abs().max()) == pytest.approx(bound, rel=0.02)
+            assert float(weight.detach().std()) == pytest.approx(bound / math.sqrt(3), rel=0.05)
+
+
 def test_layer_0_is_the_table_plus_a_position_for_every_prompt():
     model = wg.WorldGPT(9, seed=0)
     cities = torch.tensor([4, 0, 8])
@@ -396,6 +494,17 @@ def test_expansion_adds_rows_near_the_mean_and_leaves_the_model_alone():
     assert torch.allclose(flat, old.mean(dim=0).expand(3, -1))
     tokens = torch.tensor([[0, 8, 9]])
     assert torch.equal(wide(tokens, "distance"), model(tokens, "distance"))
+
+
+def test_new_rows_deviate_as_the_old_cities_do_coordinate_by_coordinate():
+    model = wg.WorldGPT(300, seed=0).double()
+    with torch.no_grad():
+        model.embedding[7:] = model.embedding[7:] * torch.logspace(-1, 1, 32) + torch.arange(32)
+        model.embedding[:7] = 1e3  # tokens of tasks are no cities
+    rows, old = model.expand(800, generator(), noise=0.5).embedding[307:], model.embedding[7:]
+    assert torch.allclose(rows.std(dim=0), 0.5 * old.std(dim=0), rtol=0.15)
+    off = (rows.mean(dim=0) - old.mean(dim=0)) / old.std(dim=0)
+    assert float(off.detach().abs().max()) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -465,6 +574,62 @@ def test_training_repeats_with_its_seeds_and_barely_feels_rounding():
     assert float((one - near).abs().max()) < 1e-10
     assert len(history.losses) == 60
     assert history.losses[-10:].mean() < history.losses[:10].mean()
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """What training hands to the loop, in place of training."""
+    seen = []
+
+    def fit(model, loss_fn, batches, optimizer, *, schedule, clip, on_step):
+        drawn = list(batches)
+        group = optimizer.param_groups[0]
+        seen.append(
+            {
+                "names": [name for name, _ in drawn],
+                "drawn": [batch for _, batch in drawn],
+                "lr": group["lr"],
+                "decay": group["weight_decay"],
+                "betas": group["betas"],
+                "clip": clip,
+                "shape": [schedule(step) for step in (0, len(drawn) // 20 - 1, len(drawn) - 1)],
+            }
+        )
+
+    monkeypatch.setattr(wg, "fit", fit)
+    return seen
+
+
+def test_pretraining_follows_the_recipe_of_the_page(recipe):
+    coords, tasks = torch.randn(9, 2, generator=generator()), ("angle", "compass", "distance")
+    wg.train_world(
+        wg.WorldGPT(9, seed=0), tasks, torch.arange(9), coords, 300, generator=generator()
+    )
+    (run,) = recipe
+    assert run["names"] == list(tasks) * 100
+    assert {len(b.labels) for b in run["drawn"]} == {128}
+    assert (run["lr"], run["decay"], run["clip"]) == (4e-3, 0.01, 1.0)
+    assert run["betas"] == (0.9, 0.999)
+    assert run["shape"] == pytest.approx([1 / 25, 1, 4e-6])
+    assert (wg.STEPS[1], wg.STEPS[2]) == (500, 700)
+    assert (wg.STEPS[7], wg.NET_STEPS) == (1200, 2500)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "lr", "decay", "share"), [("all", 1e-3, 0.01, 0.7), ("new_rows", 5e-3, 0, 1)]
+)
+def test_fine_tuning_follows_the_recipe_of_the_page(recipe, trainable, lr, decay, share):
+    coords, new = torch.randn(30, 2, generator=generator()), torch.arange(26, 30)
+    wg.finetune_new(
+        wg.WorldGPT(30, seed=0), ("angle",), coords, new, generator=generator(), trainable=trainable
+    )
+    (run,) = recipe
+    assert len(run["names"]) == 250
+    assert {len(b.labels) for b in run["drawn"]} == {96}
+    assert (run["lr"], run["decay"]) == (lr, decay)
+    tokens = torch.cat([b.tokens for b in run["drawn"]])
+    has_new = (tokens >= 7 + 26).any(dim=1).double().mean()
+    assert float(has_new) == pytest.approx(share, abs=0.02)
 
 
 def test_random_labels_are_a_function_of_the_tuple_and_know_no_geometry():
@@ -539,6 +704,19 @@ def test_probe_reads_a_linear_map_and_nothing_from_noise():
     assert again.r2 == pytest.approx(found.r2)
 
 
+def test_the_four_folds_are_drawn_at_random_and_hold_each_city_out_once():
+    world = wg.make_world(40, seed=0)
+    H = torch.randn(40, 6, generator=generator()).double()
+    parts = torch.randperm(40, generator=generator(3)).split(10)
+    found = []
+    for part in parts:
+        rest = torch.tensor([i for i in range(40) if i not in part.tolist()])
+        found.append(wg.ridge_probe(H, world.coords, rest, part, 2.0))
+    r2, error = wg.probe_world(H, world.coords, alpha=2.0, seed=3)
+    assert r2 == pytest.approx(np.mean([p.r2 for p in found]))
+    assert error == pytest.approx(np.mean([p.error for p in found]))
+
+
 def test_splits_are_disjoint_and_cover_all_cities():
     train, test = wg.split_cities(80, 3)
     assert len(train) == 60
@@ -588,6 +766,28 @@ def test_matched_gain_is_0_for_models_that_do_not_share_and_the_ensemble_is_the_
     assert found.single == pytest.approx(
         np.mean([cka_unbiased(x, y) for x in a.values() for y in b.values()])
     )
+
+
+def test_matched_numbers_are_those_of_their_definitions():
+    def maps(seed, names):
+        shared = torch.randn(30, 2, generator=generator(9)).double()
+        own = torch.randn(len(names), 30, 5, generator=generator(seed)).double()
+        return {
+            q: torch.cat([o, (i + 1) * shared], dim=1)
+            for i, (q, o) in enumerate(zip(names, own, strict=True))
+        }
+
+    a, b = wg.FIVE[:2], wg.FIVE[2:]
+    in_a, in_b, alone = maps(1, a), maps(2, b), maps(3, (*a, *b))
+    found = wg.matched_maps(in_a, in_b, alone)
+    multi = np.mean([cka_unbiased(in_a[q], in_b[r]) for q in a for r in b])
+    single = np.mean([cka_unbiased(alone[q], alone[r]) for q in a for r in b])
+    assert (found.multi, found.single) == pytest.approx((multi, single))
+    assert found.gain == pytest.approx(multi - single)
+    joined = [torch.cat([m[q] for q in names], 1) for m, names in ((in_a, a), (in_b, b))]
+    apart = [torch.cat([alone[q] for q in names], 1) for names in (a, b)]
+    assert found.joined == pytest.approx(cka_unbiased(*joined))
+    assert found.ensemble == pytest.approx(cka_unbiased(*apart))
 
 
 def test_matched_cka_takes_prompts_and_leaves_out_yes_and_no():
@@ -675,6 +875,18 @@ def test_integration_error_is_that_of_a_probe_that_never_saw_the_new_cities(arri
     assert five.new == same.new
 
 
+def test_new_cities_need_not_come_last(arrived):
+    model, coords, new = arrived
+    order = torch.cat([new, torch.arange(60)])
+    shuffled = copy.deepcopy(model)
+    with torch.no_grad():
+        shuffled.embedding[7:] = model.embedding[7 + order]
+    moved = wg.integration_error(shuffled, coords[order], torch.arange(5), prompt="distance")
+    assert moved.new == pytest.approx(
+        wg.integration_error(model, coords, new, prompt="distance").new
+    )
+
+
 def test_generalisation_matrix_leaves_the_model_alone_and_covers_all_tasks(arrived):
     model, coords, new = arrived
     kept = copy.deepcopy(model.state_dict())
@@ -685,6 +897,32 @@ def test_generalisation_matrix_leaves_the_model_alone_and_covers_all_tasks(arriv
     assert [list(a) for a in found.accuracy] == [list(wg.TASKS)] * 2
     assert len(found.error) == 2
     assert found.accuracy[0] != found.accuracy[1]
+
+
+def test_generalisation_is_measured_on_samples_with_a_new_city_at_the_last_layer_read(arrived):
+    model, coords, new = arrived
+    found = wg.generalisation_matrix(model, [("compass",)], coords, new, seed=4, steps=15, n=200)
+    tuned = copy.deepcopy(model)
+    wg.finetune_new(tuned, ("compass",), coords, new, generator=generator(4), steps=15)
+    pool = torch.arange(65)
+    for m, scores, error in (
+        (model, found.before, found.before_error),
+        (tuned, found.accuracy[0], found.error[0]),
+    ):
+        kwargs = {"generator": generator(5), "n": 200, "must_include": new}
+        assert scores == wg.evaluate(m, list(wg.TASKS), pool, coords, **kwargs)
+        assert error == wg.integration_error(m, coords, new, prompt="compass", layer=1).new
+
+
+def test_marginal_effects_compare_on_tasks_outside_the_pair_only():
+    # a task helps itself alone: what it adds to others is nothing
+    sets = [s.split(" + ") for s in wg.TUNE_SETS]
+    base = {x: 0.1 * i for i, x in enumerate(wg.TASKS)}
+    scores = tuple({x: 1.0 if x in s else base[x] for x in wg.TASKS} for s in sets)
+    errors = tuple(float(len(s)) for s in sets)
+    matrix = wg.Generalisation(tuple(map(tuple, sets)), {}, scores, errors, 1.0)
+    for effect in wg.marginal_effects(matrix).values():
+        assert effect == pytest.approx((0, 1, math.log(2)), abs=1e-12)
 
 
 def test_marginal_effect_of_a_task_that_always_adds_is_what_it_adds():
@@ -747,6 +985,15 @@ def test_shipped_nets_know_their_worlds():
         assert found["compass"] > 0.9
         assert wg.probe_world(model.representations(pool, "compass", 1), world.coords).r2 > 0.85
     assert wg.SHIPPED_WEIGHTS.stat().st_size <= 1_000_000
+
+
+def test_the_seed_of_an_arrival_draws_the_new_rows_and_nothing_else():
+    one, same, other = wg.arrival(1), wg.arrival(1), wg.arrival(1, seed=1)
+    assert torch.equal(one.model.embedding, same.model.embedding)
+    assert torch.equal(one.model.embedding[:87], other.model.embedding[:87])
+    assert not torch.equal(one.model.embedding[87:], other.model.embedding[87:])
+    assert torch.equal(one.coords, other.coords)
+    assert one.new.tolist() == list(range(80, 96))
 
 
 def test_shipped_maps_are_those_of_the_models():
