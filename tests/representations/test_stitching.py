@@ -196,6 +196,7 @@ def test_each_objective_has_its_own_start_passes_and_rate(recipe, objective):
         assert 0.25 < float(weight.abs().max()) <= 1 / 3
 
 
+@pytest.mark.filterwarnings("ignore:the ceiling")
 def test_a_random_start_of_the_invariance_objective_takes_larger_steps(recipe):
     how = {"sender": "shape 1", "receiver": "shape 2", "seed": 0, "objective": "invariance"}
     for start in (None, "random"):
@@ -425,6 +426,26 @@ def test_a_model_stitched_to_itself_is_itself_both_ways(world):
     assert not report.off_image
 
 
+def test_networks_in_training_mode_are_measured_in_evaluation_mode_and_left_as_they_were():
+    torch.manual_seed(0)
+    parts = [nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.5)]
+    B = st.SplitModel(*st.split_at(nn.Sequential(*parts, nn.Linear(9, 4)).double(), 4))
+    x, y = rows()
+    T, before = st.identity_stitch(B, x), {k: v.clone() for k, v in B.state_dict().items()}
+    B.eval()
+    with torch.no_grad():
+        right, target = float((B(x).argmax(1) == y).double().mean()), B.front(x)
+    still = st.invert(B.front, target, x, steps=4)
+    B.train()
+    assert st.forward_compatibility(B, B, T, x, y) == (right, right, 1.0)
+    assert torch.equal(st.invert(B.front, target, x, steps=4).x, still.x)
+    assert float(still.trace[0]) < 1e-20  # x is its own inversion, where nothing is dropped
+    first, again = (st.backward_compatibility(B, B, T, x, x.flip(0), steps=3) for _ in range(2))
+    assert first[:-1] == again[:-1]
+    assert B.training
+    assert all(torch.equal(before[k], v) for k, v in B.state_dict().items())
+
+
 def test_report_agrees_with_its_definitions(world):
     nets, data = world
     A, B = nets["shape 1"].split(), nets["both"].split()
@@ -552,6 +573,40 @@ def test_a_constant_sender_leaves_no_room_above_chance(world):
     assert report.bc == report.chance == 1
     assert math.isnan(report.bc_norm)
     assert math.isnan(report.ias)
+
+
+@pytest.mark.parametrize(("ceiling", "scored"), [(0.17, True), (0.15, False), (0.05, False)])
+def test_a_ceiling_needs_room_above_chance(world, monkeypatch, ceiling, scored):
+    nets, data = world
+    A, x = nets["shape 1"].split(), data.x_test
+    T, found = st.identity_stitch(A, x), st.metamers(A, x, data.x0, steps=0)
+    weak = st.BackwardResult(0.14, 0.01, 1.0, 0.11, 0.1, found)
+    monkeypatch.setattr(st, "backward_compatibility", lambda *_, **__: weak)
+    monkeypatch.setattr(st, "shared_invariance", lambda *_, **__: ceiling)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        report = st.invariance_aware_similarity(A, A, T, x, data.y_test, data.x0, found=found)
+    assert bool(told) != scored
+    assert math.isnan(report.bc_norm) != scored
+    if scored:
+        assert report.bc_norm == pytest.approx((0.14 - 0.11) / (0.17 - 0.11))
+
+
+def test_a_reach_above_its_limit_is_flagged(world):
+    found = st.InversionResult(*torch.zeros(4, 1))
+    for reach, flagged in ((0.05, False), (0.051, True), (math.nan, True)):
+        assert st.BackwardResult(1.0, reach, 1.0, 0.1, 0.1, found).off_image == flagged
+
+
+def test_the_symmetric_score_is_the_mean_of_both_directions():
+    def report(ias):
+        fields = dict.fromkeys(st.Report.__dataclass_fields__, 0.0)
+        return st.Report(**{**fields, "ias": ias})
+
+    ias = {("a", "a"): 1.0, ("a", "b"): 0.2, ("b", "a"): 0.6, ("b", "b"): 1.0}
+    matrix = st.SimilarityMatrix(("a", "b"), {pair: report(v) for pair, v in ias.items()})
+    assert matrix.table("ias")[0, 1] == 0.2  # senders down
+    assert np.allclose(matrix.symmetric(), [[1, 0.4], [0.4, 1]])
 
 
 def test_harmonic_similarity():
@@ -689,6 +744,25 @@ def test_trained_networks_read_their_cue_and_ignore_the_other(world):
     assert not nets["both"].training
 
 
+@pytest.mark.parametrize("short", [False, True])
+def test_networks_of_the_study_train_as_long_as_the_page_says(monkeypatch, short):
+    seen = []
+
+    def train(mode, seed, epochs=None, *, split):
+        seen.append((mode, seed, st.EPOCHS[mode] if epochs is None else epochs, split))
+
+    monkeypatch.setattr(st, "train_cue_model", train)
+    assert list(st.cue_models.__wrapped__(7, short)) == [*st.MODELS, "untrained"]
+    passes = dict(
+        zip(("shape", "colour", "both"), (25, 12, 12) if short else (40, 20, 40), strict=True)
+    )
+    modes = [name.split()[0] for name in st.MODELS]
+    assert [(mode, epochs) for mode, _, epochs, _ in seen[:-1]] == [(m, passes[m]) for m in modes]
+    assert seen[-1][2] == 0
+    assert len({seed for _, seed, _, _ in seen}) == 6
+    assert {split for *_, split in seen} == {7}
+
+
 def test_cue_rows_draw_the_nuisance_anew_each_pass():
     rows_of = st.cue_rows("shape", 0)
     generator = g(2)
@@ -758,6 +832,7 @@ def test_pair_study_measures_what_was_asked_and_leaves_out_what_has_no_scale(wor
         noise = st.pair_study(sender="noise", receiver="shape 2", backward=("slm",), **kwargs)
     assert {"slm_accuracy", "slm_fc", "cka"} <= set(noise)
     assert not any(k.endswith(("_bc", "_ias")) for k in noise)
+    assert noise["slm_accuracy"] > 0.9  # stitch and test rows stand around the same means
     found = st.pair_study(
         sender="shape 1", receiver="shape 2", backward=("slm",), forward=("task",), **kwargs
     )
