@@ -18,6 +18,7 @@ tensor of M rows has R chunks of M/R rows; chunk r is rank r's own. ρ = (R−1)
 import heapq
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -342,35 +343,33 @@ def _run_transfers(
     cost: Callable[[Move], float],
     arrived: Callable[[Move, float], None],
 ) -> list[Timed]:
-    """Ports carry one chunk at a time, an initiator starts its chunks in order, first come first.
+    """Ports carry one chunk at a time; what is ready first is served first at both of its ports.
 
-    A rank has an ingress and an egress port inside its node and one of each between nodes.
-    ``ready`` says when the chunk is at its source, None while that is unknown.
+    A rank has an ingress and an egress port inside its node and one of each between nodes, and an
+    initiator starts its chunks in order. Of those ready at once, the earlier in their lists go
+    first. ``ready`` says when the chunk is at its source, None while that is unknown.
     """
-    queues: dict[tuple, list[Move]] = {}
+    queues: dict[tuple, list[tuple[int, Move]]] = {}
     for m in plan:
-        queues.setdefault((m.initiator, m.inter), []).append(m)
+        queue = queues.setdefault((m.initiator, m.inter), [])
+        queue.append((len(queue), m))
     free: dict[tuple, float] = {}
     done = []
     while queues:
-        best = None
-        for key, queue in queues.items():
-            m = queue[0]
-            there = ready(m)
-            if there is None:
-                continue
-            ports = free.get(("out", m.src, m.inter), 0.0), free.get(("in", m.dst, m.inter), 0.0)
-            candidate = (max(there, *ports), there, key)
-            if best is None or candidate < best:
-                best = candidate
-        if best is None:
+        waiting = [
+            (there, step, key)
+            for key, ((step, m), *_) in queues.items()
+            if (there := ready(m)) is not None
+        ]
+        if not waiting:
             raise ValueError("pattern must not wait for chunks that never come")
-        start, _, key = best
-        m = queues[key].pop(0)
+        there, _, key = min(waiting)
+        _, m = queues[key].pop(0)
         if not queues[key]:
             del queues[key]
-        end = start + cost(m)
-        free["out", m.src, m.inter] = free["in", m.dst, m.inter] = end
+        out, into = ("out", m.src, m.inter), ("in", m.dst, m.inter)
+        start = max(there, free.get(out, 0.0), free.get(into, 0.0))
+        free[out] = free[into] = end = start + cost(m)
         arrived(m, end)
         done.append(Timed(m, start, end))
     return done
@@ -604,24 +603,18 @@ def simulate(
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}: got {policy!r}")
     if swizzle == "auto":
-        return min(
-            (
-                simulate(program, cluster, swizzle=s, policy=policy, pattern=pattern)
-                for s in SWIZZLES
-            ),
-            key=lambda found: found.makespan,
-        )
+        swizzle = best_swizzle(program, cluster, policy=policy, pattern=pattern)
     limit = bounds(program, cluster, pattern=pattern)
     run = _simulate_ag if program.kind == "ag" else _simulate_rs
     return run(program, cluster, swizzle, policy, pattern, limit)
 
 
-def best_swizzle(op: GEMM, cluster: Cluster, *, pattern: str = "pull") -> str:
+def best_swizzle(
+    op: GEMM, cluster: Cluster, *, policy: str = "static", pattern: str = "pull"
+) -> str:
     """The order with the least simulated makespan."""
-    return min(
-        SWIZZLES,
-        key=lambda s: simulate(op, cluster, swizzle=s, pattern=pattern).makespan,
-    )
+    options = {"policy": policy, "pattern": pattern}
+    return min(SWIZZLES, key=lambda s: simulate(op, cluster, swizzle=s, **options).makespan)
 
 
 def _simulate_ag(
@@ -1395,7 +1388,10 @@ def _tile_program(ir: TileIR, tile_k: int, *, deterministic: bool = True) -> Cal
         C = ctx.symm_at("C")
         partial = ctx.symm_at("partial") if kind == "rs" else None
         total = None
-        for task in ir.programs[ctx.rank]:
+        tasks = ir.programs[ctx.rank]
+        counts = (op.args[1] for task in tasks for op in task.ops if op.kind == "notify")
+        tiles = Counter(counts)  # that a chunk needs before it is sent
+        for task in tasks:
             rows, cols = slice(*task.rows), slice(*task.cols)
             loaded = {}
             summed: list[int] = []
@@ -1421,8 +1417,11 @@ def _tile_program(ir: TileIR, tile_k: int, *, deterministic: bool = True) -> Cal
                         C.copy_(total)
                     else:
                         (C if what == "C" else partial)[rows, cols] = total
+                elif step.kind == "notify":
+                    ctx.notify("left", step.args[1], ctx.rank, op="add")
                 elif step.kind == "put":
                     c = step.args[1]
+                    yield ctx.wait("left", c, tiles[c])
                     dst = ctx.symm_at("inbox", c)[ctx.rank]
                     ctx.put(dst, partial[c * size : (c + 1) * size], c, "sums", ctx.rank)
                 elif step.kind == "reduce":
@@ -1669,6 +1668,7 @@ def gemm_rs(
     world.alloc("inbox", R, rows // R, N, dtype=dtype)
     world.alloc("C", rows // R, N, dtype=dtype)
     world.alloc_signals("sums", R)
+    world.alloc_signals("left", R)
     program = _tile_program(ir, tile[2], deterministic=deterministic)
     outputs, _ = world.run([[program]] * R)
     if rows == M:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -1002,31 +1002,31 @@ class TableLM:
 def best_closed_set(
     model: LanguageModel, contexts: Sequence[Context], budget: int, *, V: int, max_depth: int
 ) -> float:
-    """The largest Σ s(v) over node sets closed under parents, by trying them all.
+    """The largest Σ s(v) over all sets of ``budget`` nodes closed under parents, each tried once.
 
-    For tiny problems: every set of ``budget`` nodes of the full trees is looked at, after the nodes
-    that can't be part of a best set have been left out.
+    For tiny problems: no use is made of scores falling along a path.
     """
     lm = _cached(model)
-    nodes: list[tuple[int, int, float]] = []  # own place, parent's place, score
-    for context in contexts:
-        level: list[tuple[Context, int, float]] = [(tuple(context), -1, 1.0)]
-        for _ in range(max_depth):
-            following = []
-            for c, place, score in level:
-                row = lm.rows([c])[0]
-                for token in range(V):
-                    nodes.append((len(nodes), place, score * float(row[token])))
-                    following.append(((*c, token), len(nodes) - 1, nodes[-1][2]))
-            level = following
-    best = 0.0
-    # a closed set of n nodes has no node with n or more others that are better and not below it
-    keep = sorted(nodes, key=lambda node: -node[2])[: 3 * budget]
-    for chosen in combinations(keep, min(budget, len(keep))):
-        places = {node[0] for node in chosen}
-        if all(node[1] < 0 or node[1] in places for node in chosen):
-            best = max(best, sum(node[2] for node in chosen))
-    return best
+
+    def children(context: Context, score: float, depth: int) -> list[tuple[Context, float, int]]:
+        if depth == max_depth:
+            return []
+        row = lm.rows([context])[0]
+        return [((*context, x), score * float(row[x]), depth + 1) for x in range(V)]
+
+    def best(frontier: list[tuple[Context, float, int]], left: int) -> float:
+        """Over sets that take nodes of the frontier and what is below them."""
+        if not left:
+            return 0.0
+        found = -math.inf
+        for i, (context, score, depth) in enumerate(frontier):
+            # this one is taken, those before it are not, nor what is below them
+            following = frontier[i + 1 :] + children(context, score, depth)
+            found = max(found, score + best(following, left - 1))
+        return found
+
+    roots = [node for c in contexts for node in children(tuple(c), 1.0, 0)]
+    return best(roots, budget)
 
 
 def law_of_walk(tree: SuperTree, target: LanguageModel) -> dict[tuple[int, ...], float]:
@@ -1104,7 +1104,7 @@ def check_verify(fn: Callable) -> None:
             count[word[0], word[1]] += 1
         law = np.array([[row[()][x] * row[x,][y] for y in range(3)] for x in range(3)])
         gap = 0.5 * np.abs(count / n - law).sum()
-        assert gap < 0.02, (
+        assert gap < 0.015, (
             f"drafted {drafted}: the first two tokens are {gap:.3f} in total variation from the "
             "target's law"
         )

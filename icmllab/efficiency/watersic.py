@@ -683,7 +683,7 @@ def _quantize(
     search: bool = True,
     seed: int = 0,
 ) -> QuantizedWeight:
-    W = as_matrix("W", W).double()
+    W = as_matrix("W", W).detach().double()
     a, n = W.shape
     damp = 0.0
     if isinstance(sigma, Covariance):

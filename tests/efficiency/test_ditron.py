@@ -229,7 +229,7 @@ def test_reduce_scatter_has_its_own_order(rho):
     assert limit.lower * (1 - 1e-12) <= best.makespan <= 1.01 * limit.lower
     naive = dt.simulate(op, cluster, swizzle="none").makespan
     if rho >= 1:
-        assert naive > 1.04 * limit.sequential
+        assert naive > {1.0: 1.05, 2.0: 1.3}[rho] * limit.sequential
     assert dt.simulate(op, cluster, policy="sequential").makespan == pytest.approx(limit.sequential)
     received = dict.fromkeys(range(8), 0)
     for move, _, _ in best.transfers:

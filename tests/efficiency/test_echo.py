@@ -1,6 +1,5 @@
 """Drafting, verifying and serving token trees."""
 
-import itertools
 import re
 
 import numpy as np
@@ -518,16 +517,16 @@ def test_two_tokens_have_the_targets_law_under_every_policy():
     law = np.stack(
         [first[x] * target.probs([torch.tensor([*GIVEN[0], x])])[0].numpy() for x in range(3)]
     )
-    n = 6000
+    n = 20_000
     for policy in ec.POLICIES:
-        planned = ec.plan(policy, draft, [GIVEN[0]] * n, 4 * n, max_depth=3)
+        one = ec.plan(policy, draft, [GIVEN[0]], 4, max_depth=3)
+        many = ec.SuperTree(one.trees * n, one.contexts * n, one.levels)
         rng = np.random.default_rng(7)
-        words = ec.verify(target, planned, generator=rng).tokens
+        words = ec.verify(target, many, generator=rng).tokens
         later = ec.verify(
             target, ec.plan("none", draft, [(*GIVEN[0], w[0]) for w in words], 0), generator=rng
         ).bonus
         count = np.zeros((3, 3))
         for word, x in zip(words, later, strict=True):
             count[word[0], word[1] if len(word) > 1 else x] += 1
-        assert 0.5 * np.abs(count / n - law).sum() < 0.03
-    assert list(itertools.islice(ec.POLICIES, 1)) == ["none"]
+        assert 0.5 * np.abs(count / n - law).sum() < 0.015

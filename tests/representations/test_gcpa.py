@@ -509,9 +509,12 @@ def test_a_fold_with_too_few_rows_leaves_the_strength_zero_out():
         warnings.simplefilter("ignore", UserWarning)  # fewer rows than columns: the point here
         aligner = MultiWayAligner(lam="cv", correction="per_model", n_folds=7).fit(views)
         assert aligner.lam_ > 0
-        assert 0.0 not in aligner.cv_scores_ or aligner.cv_scores_[0.0] >= 0
         small = MultiWayAligner(lam="cv", correction="per_model", n_folds=2).fit(views)
+        enough = _views(M=3, n=40)
+        large = MultiWayAligner(lam="cv", correction="per_model", n_folds=7).fit(enough)
+    assert 0.0 not in aligner.cv_scores_
     assert 0.0 not in small.cv_scores_
+    assert 0.0 in large.cv_scores_
 
 
 # ---------------------------------------------------------------------------------- errors
